@@ -1,0 +1,1 @@
+extern "C" int kvconv_placeholder() { return 0; }

@@ -1,0 +1,49 @@
+"""The `kvconv` command: a Click group that imports each command's module only when it is used."""
+
+import importlib
+
+import click
+
+from kvconv import __version__
+
+COMMANDS = {
+    "export": "Convert a Hugging Face decoder into a bundle.",
+    "run": "Generate text from a bundle.",
+    "verify": "Compare a bundle's logits with PyTorch's.",
+    "inspect": "Show what a bundle holds; --check hashes every file.",
+    "doctor": "Show versions, providers and what is missing.",
+}
+
+
+class LazyGroup(click.Group):
+    """Loads `kvconv.cli.<name>` and takes its `command` when that command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the command names in the order of a first session."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import one command; None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"kvconv.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """List the commands without importing any of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvconv")
+def main() -> None:
+    """Convert a Hugging Face decoder to ONNX with an in-place KV cache, and run it fast.
+
+    \b
+    kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
+    kvconv run smollm2 "What is the capital of France?" --chat-template
+
+    `kvconv COMMAND --help` tells the rest; start with `kvconv doctor` when something is amiss.
+    """

@@ -1,0 +1,138 @@
+"""Every error kvconv raises for a person to read.
+
+The message says what was wrong with the values and what to do; the same facts are attributes, so
+that programs and tests need not parse prose. The command line prints the message as one line.
+"""
+
+from collections.abc import Sequence
+
+
+class KvconvError(Exception):
+    """Base of all errors meant for a person; the message is complete sentences."""
+
+
+class UnsupportedModelError(KvconvError):
+    """The model is not a decoder, or has a feature that kvconv does not model."""
+
+    def __init__(self, message: str, *, model_type: str | None = None) -> None:
+        super().__init__(message)
+        self.model_type = model_type
+
+
+class ModelNotFoundError(KvconvError):
+    """The model id, folder or file does not exist, is incomplete or is damaged."""
+
+    def __init__(self, message: str, *, model: str) -> None:
+        super().__init__(message)
+        self.model = model
+
+
+class ExportError(KvconvError):
+    """Tracing, converting or writing the model failed; chains the cause."""
+
+
+class RewriteError(KvconvError):
+    """The graph holds attention that no rule could rewrite.
+
+    Attributes:
+        expected: Matches wanted.
+        found: Matches made.
+        refusals: One sentence per refusal, naming the node.
+    """
+
+    def __init__(
+        self, message: str, *, expected: int = 0, found: int = 0, refusals: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+        self.refusals = tuple(refusals)
+
+
+class VerificationError(KvconvError):
+    """A bundle's logits differ from PyTorch's by more than the dtype's tolerance.
+
+    Attributes:
+        check: Name of the check that failed, for example `chunked prefill`.
+        max_abs: Largest absolute logit difference.
+        tolerance: Largest difference allowed.
+    """
+
+    def __init__(self, message: str, *, check: str, max_abs: float, tolerance: float) -> None:
+        super().__init__(message)
+        self.check = check
+        self.max_abs = max_abs
+        self.tolerance = tolerance
+
+
+class BundleError(KvconvError):
+    """A bundle is missing, damaged, or written by a newer kvconv.
+
+    Attributes:
+        file: The file at fault, relative to the bundle, or the bundle's path.
+    """
+
+    def __init__(self, message: str, *, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+class OutputExistsError(KvconvError):
+    """The output path exists, cannot be written, or is not a bundle that may be replaced."""
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class LibraryError(KvconvError):
+    """The op library is absent, has the wrong version, or ONNX Runtime refuses it."""
+
+
+class CacheFullError(KvconvError):
+    """A prompt or a run needs more cache slots than the buffers hold; nothing was written.
+
+    Attributes:
+        needed: Slots wanted, in tokens.
+        capacity: Slots there are, in tokens.
+    """
+
+    def __init__(self, message: str, *, needed: int, capacity: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.capacity = capacity
+
+
+class PromptError(KvconvError):
+    """A prompt cannot be used: it is empty, or the bundle has no chat template for it."""
+
+
+class ProviderError(KvconvError):
+    """An execution provider is not available.
+
+    Attributes:
+        provider: The one asked for.
+        available: Those that this machine has.
+    """
+
+    def __init__(self, message: str, *, provider: str, available: Sequence[str]) -> None:
+        super().__init__(message)
+        self.provider = provider
+        self.available = tuple(available)
+
+
+class MissingDependencyError(KvconvError):
+    """A package of an extra that was not installed is needed.
+
+    Attributes:
+        package: The import that failed.
+        extra: The extra that brings it.
+    """
+
+    def __init__(self, *, package: str, extra: str) -> None:
+        super().__init__(
+            f"The package {package!r} is not installed. "
+            f'Install it with: pip install "kvconv[{extra}]"'
+        )
+        self.package = package
+        self.extra = extra

@@ -1,0 +1,306 @@
+"""The bundle's manifest, `kvconv.json`: the contract between the converter and every runtime.
+
+The converter writes it last, runtimes read it first, and nobody guesses facts from tensor shapes.
+It lists each file with size and sha256, and carries a checksum of its own bytes.
+"""
+
+import collections.abc
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from kvconv import __version__
+from kvconv.errors import BundleError
+from kvconv.names import MANIFEST_FILE
+
+FORMAT_VERSION = 1
+HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
+"""Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
+
+AttentionFlavour = Literal["flash", "standard"]
+CacheMode = Literal["auto", "ring"]
+_CHECKSUM_KEY = "manifest_sha256"
+_NO_CHECKSUM = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the model came from.
+
+    Attributes:
+        model: Hub id, or the name of the local folder or GGUF file.
+        kind: How it was read.
+        revision: Resolved commit of a hub model; None for local ones.
+        license: SPDX-like name if the source states one.
+    """
+
+    model: str
+    kind: Literal["hub", "folder", "gguf"]
+    revision: str | None = None
+    license: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """The KV cache of one layer: [batch_size, num_key_value_heads, capacity, head_dim] (BNSH).
+
+    Attributes:
+        num_key_value_heads: Heads stored.
+        key_head_dim: Width of a key head.
+        value_head_dim: Width of a value head.
+        dtype: Type of the stored elements: float32, float16 or bfloat16.
+        window_size: Tokens a query sees, itself included; None for all.
+        cache_mode: `auto` (shared buffer or concat), or `ring` with `capacity` slots.
+        capacity: Slots of a ring; None where the caller chooses.
+    """
+
+    num_key_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    dtype: str
+    window_size: int | None = None
+    cache_mode: CacheMode = "auto"
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and sha256 (hex) of one bundle file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One verification check against PyTorch, over all logits it compared.
+
+    Attributes:
+        name: For example `whole prefill`.
+        positions: Logit rows compared.
+        max_abs: Largest absolute difference.
+        mean_abs: Mean absolute difference.
+        kl: Mean KL divergence per position, in nats, PyTorch's distribution first.
+        top1: Fraction of positions with the same argmax, in [0, 1].
+        passed: Whether max_abs and top1 are within the tolerance.
+    """
+
+    name: str
+    positions: int
+    max_abs: float
+    mean_abs: float
+    kl: float
+    top1: float
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `kvconv verify` found, or that it was skipped.
+
+    Attributes:
+        status: `passed`, `failed` or `skipped`.
+        tolerance: Largest absolute logit difference allowed.
+        checks: In the order run.
+        not_checked: Sentences naming what this flavour does not support.
+    """
+
+    status: Literal["passed", "failed", "skipped"]
+    tolerance: float | None = None
+    checks: tuple[CheckResult, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a runtime must know before it opens the graph.
+
+    Attributes:
+        source: Where the model came from.
+        architecture: Hugging Face class name, for example `LlamaForCausalLM`.
+        model_type: Hugging Face model type, for example `llama`.
+        attention: Flavour of the attention nodes.
+        dtype: Type of the activations, `float32` or `float16`.
+        weights_dtype: Type of the stored weights.
+        opset: Version of the default ONNX domain.
+        op_version: Version of the kvconv operator domain; None when the graph uses none.
+        vocab_size: Width of the logits.
+        max_sequence_length: Most tokens (prompt and new) the model may hold.
+        eos_token_ids: Ids that end a generation, ascending; may be empty.
+        bos_token_id: Id that starts a text, if the model has one.
+        pad_token_id: Id for padded slots, if the model has one.
+        cache_layers: One entry per layer of the cache, by layer index.
+        inputs: Graph input names in order, overridable initializers included.
+        outputs: Graph output names in order.
+        rewrites: Rule name -> times fired.
+        files: Every file of the bundle except the manifest.
+        verification: Result of the last verification.
+        kvconv_version: Version that wrote the bundle.
+        format_version: Version of this format.
+    """
+
+    source: Source
+    architecture: str
+    model_type: str
+    attention: AttentionFlavour
+    dtype: str
+    weights_dtype: str
+    opset: int
+    op_version: int | None
+    vocab_size: int
+    max_sequence_length: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    cache_layers: tuple[CacheLayer, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    rewrites: Mapping[str, int]
+    files: Mapping[str, FileEntry]
+    verification: Verification = field(default_factory=lambda: Verification("skipped"))
+    kvconv_version: str = __version__
+    format_version: int = FORMAT_VERSION
+
+    def write(self, folder: Path) -> None:
+        """Write `kvconv.json` into a bundle folder, replacing an older one in one step."""
+        document = {**dataclasses.asdict(self), _CHECKSUM_KEY: _NO_CHECKSUM}
+        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        checksum = hashlib.sha256(text.encode()).hexdigest()
+        partial = folder / f".{MANIFEST_FILE}.partial"
+        partial.write_text(text.replace(_NO_CHECKSUM, checksum), encoding="utf-8")
+        partial.replace(folder / MANIFEST_FILE)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `kvconv.json`; the other files are not touched.
+
+    Args:
+        folder: The bundle.
+
+    Raises:
+        BundleError: The folder or manifest is missing, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        raise BundleError(
+            f"There is no bundle at {folder}. Make one with: kvconv export MODEL -o {folder}",
+            file=str(folder),
+        )
+    if not path.is_file():
+        raise BundleError(
+            f"{folder} is not a bundle: it has no {MANIFEST_FILE}. "
+            f"Make one with: kvconv export MODEL -o BUNDLE",
+            file=MANIFEST_FILE,
+        )
+    raw = path.read_bytes()
+    try:
+        document = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise _damaged(f"it is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise _damaged("it is not a JSON object")
+    version = document.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise BundleError(
+            f"{MANIFEST_FILE} has format version {version}; this kvconv reads up to "
+            f"{FORMAT_VERSION}. Upgrade kvconv, or export the model again.",
+            file=MANIFEST_FILE,
+        )
+    checksum = document.pop(_CHECKSUM_KEY, None)
+    if not isinstance(checksum, str) or len(checksum) != len(_NO_CHECKSUM):
+        raise _damaged(f"its {_CHECKSUM_KEY} is missing")
+    unsigned = raw.replace(checksum.encode(), _NO_CHECKSUM.encode())
+    if hashlib.sha256(unsigned).hexdigest() != checksum:
+        raise _damaged("its checksum does not match its content")
+    try:
+        manifest = _decode(Manifest, document, "manifest")
+    except (TypeError, ValueError) as error:
+        raise _damaged(str(error)) from error
+    return typing.cast(Manifest, manifest)
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Measure and hash one file."""
+    with path.open("rb") as stream:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+
+
+def check_files(folder: Path, manifest: Manifest, *, hash_all: bool = False) -> None:
+    """Compare a bundle's files with its manifest.
+
+    Args:
+        folder: The bundle.
+        manifest: Its manifest.
+        hash_all: Hash every file; otherwise sizes are checked for all files and hashes for those
+            below `HASHED_ON_OPEN_BYTES`.
+
+    Raises:
+        BundleError: A file is missing or differs; names the file.
+    """
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BundleError(
+                f"The bundle {folder} is incomplete: {name} is missing. Copy it again from where "
+                f"it came, or export the model again.",
+                file=name,
+            )
+        size = path.stat().st_size
+        if size != entry.size:
+            raise BundleError(
+                f"{name} in {folder} is damaged: it has {size} bytes, the manifest says "
+                f"{entry.size}. Copy it again from where it came, or export the model again.",
+                file=name,
+            )
+        if (hash_all or size < HASHED_ON_OPEN_BYTES) and file_entry(path) != entry:
+            raise BundleError(
+                f"{name} in {folder} is damaged: its sha256 differs from the manifest's. Copy it "
+                f"again from where it came, or export the model again.",
+                file=name,
+            )
+
+
+def _damaged(reason: str) -> BundleError:
+    return BundleError(
+        f"{MANIFEST_FILE} is damaged: {reason}. Copy the bundle again from where it came, or "
+        f"export the model again.",
+        file=MANIFEST_FILE,
+    )
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """Turn parsed JSON into the type a hint names; `where` names the place for the error."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise TypeError(f"{where} must be an object, found {value!r}")
+        hints = get_type_hints(hint)
+        unknown, missing = value.keys() - hints.keys(), hints.keys() - value.keys()
+        if unknown or missing:
+            raise ValueError(f"{where} lacks {sorted(missing)} or has unknown {sorted(unknown)}")
+        fields = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in hints}
+        return typing.cast(Any, hint)(**fields)
+    if origin is types.UnionType:
+        return None if value is None else _decode(arguments[0], value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where} must be one of {list(arguments)}, found {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{where} must be a list, found {value!r}")
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is collections.abc.Mapping:
+        if not isinstance(value, dict):
+            raise TypeError(f"{where} must be an object, found {value!r}")
+        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    wanted: tuple[type, ...] = (int, float) if hint is float else (hint,)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
+        raise TypeError(f"{where} must be {hint.__name__}, found {value!r}")
+    return hint(value)

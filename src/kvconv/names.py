@@ -1,0 +1,80 @@
+"""Graph names, file names and operator names, spelled once.
+
+The graph names are the ecosystem's (optimum and onnxruntime-genai use the same), so a bundle is a
+drop-in for both.
+"""
+
+INPUT_IDS = "input_ids"
+"""int64 [batch_size, sequence_length]."""
+ATTENTION_MASK = "attention_mask"
+"""int64 [batch_size, total_sequence_length], 1 = attend; column j is cache slot j."""
+POSITION_IDS = "position_ids"
+"""int64 [batch_size, sequence_length]."""
+NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
+"""int64 scalar, an overridable initializer; 0 (the default) keeps the logits of all positions."""
+LOGITS = "logits"
+"""float32 [batch_size, sequence_length or num_logits_to_keep, vocab_size]."""
+
+DIM_BATCH = "batch_size"
+DIM_SEQUENCE = "sequence_length"
+DIM_PAST = "past_sequence_length"
+DIM_TOTAL = "total_sequence_length"
+
+OP_DOMAIN = "kvconv"
+OP_NAME = "FlashAttention"
+OP_VERSION = 1
+"""Version of the operator domain that this kvconv writes and runs."""
+
+TRACE_DOMAIN = "kvconv.trace"
+"""Domain of the placeholder node that tracing writes; no finished model contains it."""
+TRACE_ATTENTION = "Attention"
+
+FLASH_ATTENTION_INPUTS = (
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "attention_mask",
+    "cos",
+    "sin",
+    "attention_bias",
+    "alibi_slopes",
+    "head_sink",
+    "past_key_scale",
+    "past_value_scale",
+    "past_sequence_length",
+)
+"""Inputs of kvconv::FlashAttention in order; all after past_value are optional."""
+FLASH_ATTENTION_OUTPUTS = (
+    "output",
+    "present_key",
+    "present_value",
+    "present_key_scale",
+    "present_value_scale",
+)
+
+MANIFEST_FILE = "kvconv.json"
+MODEL_FILE = "model.onnx"
+WEIGHTS_FILE = "model.onnx.data"
+LIBRARY_FILE = "libkvconv_ops.so"
+
+
+def past_key(layer_index: int) -> str:
+    """Return the graph input that holds a layer's cached keys."""
+    return f"past_key_values.{layer_index}.key"
+
+
+def past_value(layer_index: int) -> str:
+    """Return the graph input that holds a layer's cached values."""
+    return f"past_key_values.{layer_index}.value"
+
+
+def present_key(layer_index: int) -> str:
+    """Return the graph output that holds a layer's keys after the run."""
+    return f"present.{layer_index}.key"
+
+
+def present_value(layer_index: int) -> str:
+    """Return the graph output that holds a layer's values after the run."""
+    return f"present.{layer_index}.value"
