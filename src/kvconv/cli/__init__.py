@@ -18,11 +18,11 @@ COMMANDS = {
 class LazyGroup(click.Group):
     """Loads `kvconv.cli.<name>` and takes its `command` when that command is asked for."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+    def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the command names in the order of a first session."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
@@ -30,7 +30,7 @@ class LazyGroup(click.Group):
         command: click.Command = module.command
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing any of them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -39,7 +39,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvconv")
 def main() -> None:
-    """Convert a Hugging Face decoder to ONNX with an in-place KV cache, and run it fast.
+    r"""Convert a Hugging Face decoder to ONNX with an in-place KV cache, and run it fast.
 
     \b
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
