@@ -7,10 +7,10 @@ knows their order. Running the list twice changes nothing.
 
 The flash flavour, in order, and why:
 
-1. `tidy`                 Merges repeated work, so that later rules meet each mask, cos and sin once.
+1. `tidy`                 Merges repeated work: later rules meet each mask, cos and sin once.
 2. `past_length`          Before masks are evaluated: afterwards they depend on attention_mask,
                           position_ids and the shape of input_ids only, which probes can supply.
-3. `attention`            Placeholder -> FlashAttention in its most general form (mask as bias,
+3. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
                           rotation outside, heads moved by Transpose): right, not yet fast.
 4. `mask`                 Bias -> causal, window_size and attention_mask.
 5. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
@@ -34,8 +34,8 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite import (
-    attention,
     cache_use,
+    flash,
     float32_logits,
     heads,
     mask,
@@ -60,19 +60,25 @@ __all__ = [
 
 _Rule = tuple[str, Callable[[Editor], Outcome]]
 _BEFORE: tuple[_Rule, ...] = ((tidy.NAME, tidy.apply), (past_length.NAME, past_length.apply))
-_FLASH: tuple[_Rule, ...] = (
-    (attention.NAME, attention.apply),
-    (mask.NAME, mask.apply),
-    (rotary.NAME, rotary.apply),
-    (heads.NAME, heads.apply),
-)
-_STANDARD: tuple[_Rule, ...] = ((standard.NAME, standard.apply),)
 _AFTER: tuple[_Rule, ...] = (
     (num_logits.NAME, num_logits.apply),
     (float32_logits.NAME, float32_logits.apply),
     (tidy.NAME, tidy.apply),
 )
-_DONE = ((names.OP_NAME, names.OP_DOMAIN), ("Attention", ""), ("Softmax", ""))
+_RULES: dict[str, tuple[_Rule, ...]] = {
+    "flash": (
+        *_BEFORE,
+        (flash.NAME, flash.apply),
+        (mask.NAME, mask.apply),
+        (rotary.NAME, rotary.apply),
+        (heads.NAME, heads.apply),
+        *_AFTER,
+    ),
+    "standard": (*_BEFORE, (standard.NAME, standard.apply), *_AFTER),
+}
+_MUST_FIRE = {flash.NAME, standard.NAME}
+"""Rules that must rewrite every placeholder."""
+_PAST_KEY = names.FLASH_ATTENTION_INPUTS.index("past_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +113,34 @@ def rewrite(
     """
     graph.opset = opset
     editor = Editor(graph)
-    counts: dict[str, int] = {}
-    refusals: list[Refusal] = []
     placeholders = find(graph, names.TRACE_ATTENTION, names.TRACE_DOMAIN)
     expected = len(placeholders)
-    windows = [node.attrs["window_size"] or None for node in placeholders]
-    for name, apply in (*_BEFORE, *(_FLASH if attention == "flash" else _STANDARD), *_AFTER):
+    counts: dict[str, int] = {}
+    refusals: list[Refusal] = []
+    windows: tuple[int | None, ...] = ()
+    for name, apply in _RULES[attention]:
+        if name == standard.NAME:
+            windows = mask.windows(graph, placeholders)  # while there are masks to ask
         outcome = apply(editor)
         counts[name] = counts.get(name, 0) + outcome.count
         refusals += outcome.refusals
-        if name in (standard.NAME, "attention") and outcome.count < expected:
+        if name in _MUST_FIRE and outcome.count < expected:
             raise _error(expected, outcome.count, outcome.refusals)
-    return RewriteReport(counts, tuple(refusals), tuple(windows))
+    if attention == "flash":
+        if stray := cache_use.check(graph):
+            raise RewriteError(
+                f"The cache is used outside attention. {stray[0]}.",
+                expected=expected, found=expected, refusals=[str(refusal) for refusal in stray],
+            )  # fmt: skip
+        windows = _flash_windows(graph)
+    return RewriteReport(counts, tuple(refusals), windows)
+
+
+def _flash_windows(graph: gs.Graph) -> tuple[int | None, ...]:
+    """Return the window of each layer's node, by layer index."""
+    nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
+    of_layer = {node.inputs[_PAST_KEY].name: node.attrs["window_size"] or None for node in nodes}
+    return tuple(of_layer[names.past_key(layer)] for layer in range(len(nodes)))
 
 
 def _error(expected: int, found: int, refusals: tuple[Refusal, ...]) -> RewriteError:

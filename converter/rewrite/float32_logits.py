@@ -4,7 +4,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import Editor, Outcome, producer
+from kvconv.converter.rewrite.graph import Editor, Outcome, write_instead
 
 NAME = "float32_logits"
 
@@ -24,8 +24,7 @@ def _pattern(graph: gs.Graph) -> gs.Variable | None:
 
 
 def _rewrite(editor: Editor, logits: gs.Variable) -> None:
-    node = producer(logits)
     half = gs.Variable(editor.fresh("logits"), logits.dtype, logits.shape)
-    node.outputs[[tensor.name for tensor in node.outputs].index(logits.name)] = half
+    write_instead(logits, half)
     editor.add_node("Cast", [half], [logits], {"to": np.float32})
     logits.dtype = np.dtype(np.float32)

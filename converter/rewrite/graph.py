@@ -1,4 +1,4 @@
-"""What every rule needs of an onnx-graphsurgeon graph: editing it, sorting it, asking what feeds what.
+"""What every rule needs of an onnx-graphsurgeon graph: editing, sorting, asking what feeds what.
 
 Nothing here loads a constant whose bytes lie in the weights file. onnx-graphsurgeon's own helpers
 for new layers and sorting are not used: the first looks at every tensor for each new node, the
@@ -148,6 +148,12 @@ def replace_uses(old: gs.Tensor, new: gs.Tensor) -> None:
         for index, tensor in enumerate(node.inputs):
             if tensor is old:
                 node.inputs[index] = new
+
+
+def write_instead(old: gs.Variable, new: gs.Variable) -> None:
+    """Make the node that computes `old` write `new`; the readers of `old` stay."""
+    outputs = old.inputs[0].outputs
+    outputs[next(i for i, tensor in enumerate(outputs) if tensor is old)] = new
 
 
 def find(graph: gs.Graph, op: str, domain: str | None = None) -> list[gs.Node]:

@@ -6,11 +6,10 @@ are recognised by evaluation: between projection and operand nothing may change 
 Likewise behind the op, where a model merges the heads again.
 """
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.evaluate import Cut, NotEvaluableError
+from kvconv.converter.rewrite.evaluate import NotEvaluableError
 from kvconv.converter.rewrite.graph import Editor, Outcome, find, replace_uses
 from kvconv.converter.rewrite.region import (
     Layout,

@@ -84,6 +84,19 @@ def _rewrite(editor: Editor, node: gs.Node, visibility: Visibility) -> None:
     node.attrs["window_size"] = visibility.window_size or 0
 
 
+def windows(graph: gs.Graph, placeholders: list[gs.Node]) -> tuple[int | None, ...]:
+    """Return the window of each layer's placeholder, by layer index; None for all or unknown."""
+    said: dict[str, Visibility | str] = {}
+    of_layer: dict[int, int | None] = {}
+    for node in placeholders:
+        mask = node.inputs[3]
+        if mask.name not in said:
+            said[mask.name] = recognise(graph, mask)
+        answer = said[mask.name]
+        of_layer[node.attrs["layer_index"]] = getattr(answer, "window_size", None)
+    return tuple(of_layer[layer] for layer in sorted(of_layer))
+
+
 def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
     """Return what a mask says, or why it cannot be said with attributes.
 

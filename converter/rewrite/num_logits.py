@@ -16,7 +16,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, producer
+from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, producer, write_instead
 
 NAME = "num_logits_to_keep"
 KEPT_LENGTH = "num_logits"
@@ -120,15 +120,11 @@ def _vocab_size(path: list[gs.Node]) -> int | str:
 
 
 def _slice_logits(editor: Editor, logits: gs.Variable) -> None:
-    node = producer(logits)
-    shape = logits.shape
+    shape = [names.DIM_BATCH, names.DIM_SEQUENCE, None] if logits.shape is None else logits.shape
     everything = gs.Variable(editor.fresh("logits"), logits.dtype, shape)
-    index = [tensor.name for tensor in node.outputs].index(logits.name)
-    node.outputs[index] = everything
-    kept = _slice(editor, everything)
-    slicer = producer(kept)
-    slicer.outputs[0] = logits
-    logits.shape = [names.DIM_BATCH, KEPT_LENGTH, *(shape or [None, None, None])[2:]]
+    write_instead(logits, everything)
+    write_instead(_slice(editor, everything), logits)
+    logits.shape = [shape[0], KEPT_LENGTH, shape[2]]
 
 
 def _slice(editor: Editor, tensor: gs.Variable) -> gs.Variable:

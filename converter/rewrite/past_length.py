@@ -15,7 +15,6 @@ import onnx_graphsurgeon as gs
 from kvconv import names
 from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, producer, replace_uses
 
-
 NAME = "past_length"
 
 

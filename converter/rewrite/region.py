@@ -117,7 +117,7 @@ class Walker:
             node = producer(frontier[0][2])
             if node is None or not _only_moves(node):
                 break
-            while frontier and producer(frontier[0][2]) is node:  # all outputs of one Split
+            while frontier and frontier[0][2].inputs[:1] == [node]:  # all outputs of one Split
                 heapq.heappop(frontier)
             nodes.append(node)
             for tensor in node.inputs:

@@ -139,12 +139,13 @@ def _check(graph: gs.Graph, region: Region, heads: int, head_dim: int) -> _Rotat
             continue
         pair = [table if squeeze is None else table.squeeze(squeeze) for table in raw]
         for cos, interleaved, doubled in itertools.product((0, 1), (False, True), (True, False)):
-            halves = [_once(table, interleaved, doubled) for table in pair]
-            if halves[0] is None or halves[1] is None or 2 * halves[0].shape[-1] > head_dim:
+            cosine = _once(pair[cos], interleaved, doubled)
+            sine = _once(pair[1 - cos], interleaved, doubled)
+            if cosine is None or sine is None or 2 * cosine.shape[-1] > head_dim:
                 continue
-            expected = _rotate(values, halves[cos], halves[1 - cos], interleaved)
+            expected = _rotate(values, cosine, sine, interleaved)
             if is_close(operand, to_layout(expected, "BSD").astype(operand.dtype)):
-                rotary_dim = 2 * halves[0].shape[-1]
+                rotary_dim = 2 * cosine.shape[-1]
                 return _Rotation(
                     cos, interleaved, doubled, rotary_dim, raw[0].ndim, squeeze, layout
                 )

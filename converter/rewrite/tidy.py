@@ -14,9 +14,9 @@ from kvconv.converter.rewrite.graph import (
     attributes_key,
     constant_key,
     find,
-    producer,
     replace_uses,
     sort,
+    write_instead,
 )
 
 NAME = "tidy"
@@ -49,11 +49,10 @@ def _drop_identities(graph: gs.Graph) -> int:
     for node in find(graph, "Identity"):
         source, target = node.inputs[0], node.outputs[0]
         if target.name in outputs:
-            above = producer(source)
-            if above is None or source.name in outputs:
+            if not source.inputs or source.name in outputs:
                 continue  # an input or another output under a second name: Identity is the only way
             node.outputs.clear()
-            above.outputs[[tensor.name for tensor in above.outputs].index(source.name)] = target
+            write_instead(source, target)
             replace_uses(source, target)
         else:
             replace_uses(target, source)

@@ -1,4 +1,4 @@
-"""Rule `attention`: the traced placeholder becomes kvconv::FlashAttention.
+"""Rule `flash`: the traced placeholder becomes kvconv::FlashAttention.
 
 Letters: B batch, N query heads, K key/value heads, S new tokens, T past and new, H and Hv widths.
 
@@ -31,7 +31,7 @@ from kvconv.converter.rewrite.graph import (
 )
 from kvconv.converter.rewrite.region import flatten_heads
 
-NAME = "attention"
+NAME = "flash"
 PRESENT_LENGTH = "present_sequence_length"
 """Dimension 2 of present.*: the past's capacity, or past and new together."""
 
@@ -123,9 +123,8 @@ def _rewrite(
         "head_sink": absent if sink is None else cast(editor, sink, np.float32),
     }
     old_output = node.outputs[0]
-    for concat in (producer(key.present), producer(value.present)):
-        concat.outputs.clear()
-        concat.inputs.clear()
+    key.present.inputs.clear()
+    value.present.inputs.clear()
     node.inputs.clear()
     node.outputs.clear()
     for cache in (key, value):
