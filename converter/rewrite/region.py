@@ -51,10 +51,10 @@ class Region:
     tables: tuple[gs.Variable, ...]
 
     def layouts(self, heads: int, head_dim: int) -> list[Layout]:
-        """Return the layouts that the stem's shape allows."""
+        """Return the layouts that the stem's shape allows; none if its shape is not known."""
         shape = self.stem.shape
-        if shape is None:
-            return ["BSD", "BSNH", "BNSH"]
+        if shape is None:  # probing cannot tell: a Reshape accepts every layout
+            return []
         if len(shape) == 3:
             return ["BSD"] if shape[2] == heads * head_dim else []
         if len(shape) != 4 or shape[3] != head_dim:
@@ -158,7 +158,9 @@ def flatten_heads(editor: Editor, tensor: gs.Variable, layout: Layout, width: in
     """Add what turns a stem into an operand of FlashAttention, [B,S,width]."""
     dtype = tensor.dtype
     if layout == "BNSH":
-        tensor = editor.add("Transpose", [tensor], {"perm": [0, 2, 1, 3]}, dtype=dtype)
+        shape = None if tensor.shape is None else [tensor.shape[axis] for axis in (0, 2, 1, 3)]
+        perm = {"perm": [0, 2, 1, 3]}
+        tensor = editor.add("Transpose", [tensor], perm, dtype=dtype, shape=shape)
     if layout == "BSD":
         return tensor
     return editor.add(
