@@ -103,8 +103,9 @@ def test_greedy_tokens_equal_transformers(real):
         inputs = torch.tensor([loaded.tokenizer(prompt)["input_ids"]])
         with torch.inference_mode():
             wanted = loaded.model.generate(inputs, max_new_tokens=48, do_sample=False)
-        completion = generator.complete(prompt, SamplingParams(max_new_tokens=48))
-        assert completion.token_ids == wanted[0, inputs.shape[1] :].tolist(), prompt
+        events = generator.generate([generator.encode(prompt)], SamplingParams(max_new_tokens=48))
+        found = [event.token_id for event in events]
+        assert found == wanted[0, inputs.shape[1] :].tolist(), prompt
 
 
 def test_the_capital_of_france_is_paris(export):
