@@ -10,8 +10,9 @@ Below `Generator` are `Bundle` (the files), `Session` (the model) and `KVCache` 
 """
 
 from kvconv.runtime.bundle import Bundle
-from kvconv.runtime.generator import GenerationEvent, Generator
+from kvconv.runtime.generator import Generator
 from kvconv.runtime.kv_cache import KVCache
+from kvconv.runtime.row import GenerationEvent
 from kvconv.runtime.sampling import SamplingParams
 from kvconv.runtime.session import Session
 

@@ -5,9 +5,7 @@ and its own rows. Scheduling many requests is not done here.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,36 +14,16 @@ from kvconv.errors import CacheFullError, PromptError
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.chat_template import ChatTemplate, Message
 from kvconv.runtime.kv_cache import KVCache
-from kvconv.runtime.sampling import Sampler, SamplingParams
-from kvconv.runtime.session import Provider, Session, check_max_sequence_length
-from kvconv.runtime.stop_strings import StopFilter
-from kvconv.runtime.tokenizer import Detokenizer, Tokenizer
-
-FinishReason = Literal["eos", "stop", "length"]
+from kvconv.runtime.ort_options import Provider
+from kvconv.runtime.row import GenerationEvent, Row
+from kvconv.runtime.sampling import SamplingParams
+from kvconv.runtime.session import Session, check_max_sequence_length
+from kvconv.runtime.tokenizer import Tokenizer
 
 PREFILL_CHUNK_TOKENS = 512
 """Tokens per row in one run of the prefill: bounds the activations, and lets Ctrl-C through."""
 
 GREEDY = SamplingParams()
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationEvent:
-    """One new token of one row.
-
-    Attributes:
-        row: Index of the prompt.
-        token_id: The token, EOS and the tokens of a stop string included.
-        text: What can be shown now; often empty, because characters and possible stop strings are
-            held back until they are whole.
-        finish_reason: On the row's last event: `eos`, `stop` (a stop string) or `length`
-            (max_new_tokens, or the cache is full); None before.
-    """
-
-    row: int
-    token_id: int
-    text: str
-    finish_reason: FinishReason | None
 
 
 class Generator:
@@ -195,7 +173,7 @@ class Generator:
         _check_fit(longest, cache.capacity)
         limit = min(params.max_new_tokens, cache.capacity - longest)
         rows = [
-            _Row(i, prompt, params, limit, self.tokenizer, self._eos_token_ids)
+            Row(i, prompt, params, limit, self.tokenizer, self._eos_token_ids)
             for i, prompt in enumerate(prompts)
         ]
         return self._generate(rows, cache, longest)
@@ -268,9 +246,7 @@ class Generator:
         mask = None if attention_mask is None else attention_mask[:, :total]
         return self.session.run(cache, input_ids, attention_mask=mask, out=out)
 
-    def _generate(
-        self, rows: "list[_Row]", cache: KVCache, longest: int
-    ) -> Iterator[GenerationEvent]:
+    def _generate(self, rows: list[Row], cache: KVCache, longest: int) -> Iterator[GenerationEvent]:
         # 1. Pad on the left, so that all prompts end in the same slot.
         input_ids = np.full((len(rows), longest), self._pad_token_id, np.int64)
         mask = np.ones((len(rows), cache.capacity), np.int64)
@@ -293,49 +269,6 @@ class Generator:
                 return
             # 4. Run the chosen tokens.
             logits = self.decode(cache, token_ids, mask, out=logits)
-
-
-class _Row:
-    """One sequence of a generation: its tokens, its sampler and its text."""
-
-    def __init__(
-        self,
-        index: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        max_new_tokens: int,
-        tokenizer: Tokenizer,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self.index = index
-        self.token_ids = list(prompt)
-        self.finish_reason: FinishReason | None = None
-        self._max_length = len(prompt) + max_new_tokens
-        self._sampler = Sampler(params, index)
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stop_filter = StopFilter(params.stop)
-        self._eos_token_ids = eos_token_ids
-
-    def step(self, logits: npt.NDArray[np.float32]) -> GenerationEvent:
-        """Choose the next token from [vocab_size] logits, and take it."""
-        token_id = self._sampler(self.token_ids, logits)
-        self.token_ids.append(token_id)
-        if token_id in self._eos_token_ids:
-            text, is_stopped = "", False
-            self.finish_reason = "eos"
-        else:
-            text, is_stopped = self._stop_filter.push(self._detokenizer.push(token_id))
-            if is_stopped:
-                self.finish_reason = "stop"
-            elif len(self.token_ids) == self._max_length:
-                self.finish_reason = "length"
-        if self.finish_reason in ("eos", "length"):
-            # What the detokenizer held back may still complete a stop string.
-            rest, is_stopped = self._stop_filter.push(self._detokenizer.flush())
-            text += rest if is_stopped else rest + self._stop_filter.flush()
-            if is_stopped:
-                self.finish_reason = "stop"
-        return GenerationEvent(self.index, token_id, text, self.finish_reason)
 
 
 def _longest(prompts: Sequence[Sequence[int]]) -> int:

@@ -4,31 +4,22 @@ Keys and values stay where they are; a run takes token ids and gives logits. Eve
 refused (op version, provider, graph names, capacity, shapes) is refused before anything runs.
 """
 
-import os
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
-from onnxruntime.capi import onnxruntime_pybind11_state
 
-from kvconv import custom_ops, names
-from kvconv.errors import BundleError, CacheFullError, KvconvError, LibraryError, ProviderError
+from kvconv import names
+from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
 from kvconv.manifest import Manifest
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.kv_cache import ConcatCache, KVCache, SharedBufferCache
-
-Provider = Literal["cpu", "cuda"]
-_PROVIDERS: dict[str, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_FATAL_ONLY = 4
-# ONNX Runtime's exceptions share no base of their own; runs with I/O binding raise RuntimeError.
-_ORT_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    *(
-        value
-        for value in vars(onnxruntime_pybind11_state).values()
-        if isinstance(value, type) and issubclass(value, Exception)
-    ),
+from kvconv.runtime.ort_options import (
+    ORT_ERRORS,
+    Provider,
+    execution_providers,
+    reason,
+    register_library,
+    session_options,
 )
 
 
@@ -71,17 +62,17 @@ class Session:
                     f"'auto'. Export the model without it, or upgrade kvconv.",
                     file=names.MANIFEST_FILE,
                 )
-        providers = _execution_providers(bundle, provider)
-        options = _session_options(threads)
-        _register_library(options, bundle, use_bundle_library)
+        providers = execution_providers(bundle, provider)
+        options = session_options(threads)
+        register_library(options, bundle, use_bundle_library)
         try:
             self._session = onnxruntime.InferenceSession(
                 str(bundle.file(names.MODEL_FILE)), options, providers=providers
             )
-        except _ORT_ERRORS as error:
+        except ORT_ERRORS as error:
             raise BundleError(
                 f"ONNX Runtime {onnxruntime.__version__} cannot load {names.MODEL_FILE} of "
-                f"{bundle.path}: {error} Check the files with `kvconv inspect --check "
+                f"{bundle.path}: {reason(error)} Check the files with `kvconv inspect --check "
                 f"{bundle.path}`; if they are whole, upgrade onnxruntime or export again.",
                 file=names.MODEL_FILE,
             ) from error
@@ -177,10 +168,10 @@ class Session:
         binding.bind_ortvalue_output(names.LOGITS, value)
         try:
             self._session.run_with_iobinding(binding)
-        except _ORT_ERRORS as error:
+        except ORT_ERRORS as error:
             raise KvconvError(
-                f"ONNX Runtime failed while running {self.bundle.path}: {error} The cache is as "
-                f"it was; `kvconv inspect --check {self.bundle.path}` checks the files."
+                f"ONNX Runtime failed while running {self.bundle.path}: {reason(error)} The cache "
+                f"is as it was; `kvconv inspect --check {self.bundle.path}` checks the files."
             ) from error
         cache.commit_run(sequence_length)
         return logits
@@ -221,77 +212,6 @@ def check_max_sequence_length(manifest: Manifest, max_sequence_length: int) -> N
             needed=max_sequence_length,
             capacity=limit,
         )
-
-
-def _session_options(threads: int | None) -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = _default_threads() if threads is None else threads
-    # Every decode step has new shapes, so a plan of the memory would never be used again.
-    options.enable_mem_pattern = False
-    # All errors arrive as exceptions; the terminal belongs to the text.
-    options.log_severity_level = _FATAL_ONLY
-    return options
-
-
-def _default_threads() -> int:
-    """Return 0 (one thread per physical core) unless this process may use only some cores."""
-    if not hasattr(os, "sched_getaffinity"):
-        return 0
-    usable = len(os.sched_getaffinity(0))
-    return usable if usable < (os.cpu_count() or usable) else 0
-
-
-def _register_library(
-    options: onnxruntime.SessionOptions, bundle: Bundle, use_bundle_library: bool
-) -> None:
-    op_version = bundle.manifest.op_version
-    if op_version is None:
-        return
-    if not use_bundle_library:
-        if op_version > names.OP_VERSION:
-            raise LibraryError(
-                f"The bundle {bundle.path} needs version {op_version} of the {names.OP_DOMAIN} "
-                f"operators; the installed library has {names.OP_VERSION}. Upgrade kvconv, or, if "
-                f"you trust who made the bundle, use its own library with --use-bundle-library."
-            )
-        custom_ops.register(options)
-        return
-    if names.LIBRARY_FILE not in bundle:
-        raise LibraryError(
-            f"The bundle {bundle.path} carries no {names.LIBRARY_FILE}. Leave out "
-            f"--use-bundle-library to use the installed one."
-        )
-    try:
-        options.register_custom_ops_library(str(bundle.file(names.LIBRARY_FILE)))
-    except _ORT_ERRORS as error:
-        raise LibraryError(
-            f"ONNX Runtime {onnxruntime.__version__} refuses {bundle.path / names.LIBRARY_FILE}: "
-            f"{error} Leave out --use-bundle-library to use the installed one."
-        ) from error
-
-
-def _execution_providers(bundle: Bundle, provider: Provider) -> list[str]:
-    available = onnxruntime.get_available_providers()
-    if provider not in _PROVIDERS or _PROVIDERS[provider] not in available:
-        usable = [name for name, full in _PROVIDERS.items() if full in available]
-        raise ProviderError(
-            f"The provider {provider!r} is not available; this onnxruntime has "
-            f"{', '.join(usable)}. Use one of them, or see `kvconv doctor`.",
-            provider=provider,
-            available=usable,
-        )
-    if provider == "cpu":
-        return [_PROVIDERS["cpu"]]
-    if bundle.manifest.op_version is not None:
-        # ONNX Runtime would run the op on the CPU and copy every cache to and fro, in silence.
-        raise ProviderError(
-            f"The op library has no CUDA kernel for the {bundle.manifest.attention} attention of "
-            f"{bundle.path}. Use --provider cpu, or export with --attention standard.",
-            provider=provider,
-            available=["cpu"],
-        )
-    # The CPU provider carries the few operators on shapes.
-    return [_PROVIDERS[provider], _PROVIDERS["cpu"]]
 
 
 def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:

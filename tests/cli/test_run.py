@@ -197,14 +197,14 @@ def test_debug_shows_the_cause(tmp_path):
 _INTERRUPT_THIRD_TOKEN = """
 import os, signal
 from kvconv.cli import main
-from kvconv.runtime import generator
-step, calls = generator._Row.step, []
+from kvconv.runtime import row
+step, calls = row.Row.step, []
 def interrupted_step(row, logits):
     calls.append(row)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGINT)
     return step(row, logits)
-generator._Row.step = interrupted_step
+row.Row.step = interrupted_step
 main()
 """
 
