@@ -145,7 +145,8 @@ class RepetitionPenalty:
 
     def __call__(self, token_ids: Sequence[int], logits: Logits) -> Logits:
         """Return logits with the penalty on every id that occurred."""
-        seen = np.unique(np.asarray(token_ids, np.int64))
+        # An id that occurred twice is written twice, with the same value.
+        seen = np.asarray(token_ids, np.int64)
         penalty = np.float32(self.penalty)
         penalised = logits.copy()
         penalised[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)

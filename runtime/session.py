@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from kvconv import names
+from kvconv import names, plan
 from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
 from kvconv.manifest import Manifest
 from kvconv.runtime.bundle import Bundle
@@ -94,6 +94,7 @@ class Session:
 
         Raises:
             CacheFullError: The model cannot hold so many tokens.
+            MemoryError: The machine has less memory than the full cache takes.
         """
         if batch_size < 1 or max_sequence_length < 1:
             raise ValueError(
@@ -101,6 +102,19 @@ class Session:
                 f"must be at least 1"
             )
         check_max_sequence_length(self.manifest, max_sequence_length)
+        # The system backs buffers only as they fill, and would kill the process half-way.
+        needed = plan.kv_cache_bytes(
+            self.manifest.cache_layers,
+            batch_size=batch_size,
+            max_sequence_length=max_sequence_length,
+        )
+        there_is = plan.physical_memory_bytes()
+        if there_is is not None and needed > there_is:
+            raise MemoryError(
+                f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "
+                f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
+                f"max_sequence_length (--max-sequence-length) takes less"
+            )
         kind = SharedBufferCache if self.manifest.attention == "flash" else ConcatCache
         return kind(
             self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from kvconv import custom_ops, names
+from kvconv import custom_ops, names, plan
 from kvconv.errors import (
     BundleError,
     CacheFullError,
@@ -176,6 +176,17 @@ def test_capacity_beyond_the_model_is_refused(session):
     with pytest.raises(CacheFullError) as caught:
         session.new_cache(1, MAX_SEQUENCE_LENGTH + 1)
     assert caught.value.capacity == MAX_SEQUENCE_LENGTH
+
+
+def test_cache_larger_than_the_memory_is_refused_with_both_figures(session, monkeypatch):
+    needed = plan.kv_cache_bytes(
+        session.manifest.cache_layers, batch_size=2, max_sequence_length=32
+    )
+    monkeypatch.setattr(plan, "physical_memory_bytes", lambda: needed)
+    session.new_cache(2, 32)
+    monkeypatch.setattr(plan, "physical_memory_bytes", lambda: needed - 1)
+    with pytest.raises(MemoryError, match="--max-sequence-length"):
+        session.new_cache(2, 32)
 
 
 @pytest.mark.parametrize("arguments", [(0, 8), (1, 0), (-1, 8)], ids=str)

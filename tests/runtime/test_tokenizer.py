@@ -48,7 +48,22 @@ def byte_level() -> tokenizers.Tokenizer:
 
 def sentencepiece(*, strips_leading_space: bool) -> tokenizers.Tokenizer:
     """Llama style (strips the space in front of a text) or Gemma style (does not)."""
-    pieces = ["<unk>", "<s>", "</s>", *_BYTES, "▁", "▁the", "the", "▁a", "a", "é", "今", "▁▁", "\n"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *_BYTES,
+        "▁",
+        "▁the",
+        "the",
+        "▁a",
+        "a",
+        "é",
+        "今",
+        "▁▁",
+        "\n",
+        "",
+    ]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     model = models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True)
     tokenizer = tokenizers.Tokenizer(model)
@@ -116,6 +131,12 @@ def test_stream_keeps_the_space_after_a_special_token():
     vocab = tokenizer._backend.get_vocab()
     token_ids = [vocab["a"], vocab["</s>"], vocab["▁the"], vocab["▁"], vocab["▁a"]]
     assert pieces_of(tokenizer, token_ids) == ["a", "", " the", " ", " a", ""]
+
+
+def test_stream_keeps_the_space_after_a_token_without_text():
+    tokenizer = Tokenizer(BACKENDS["llama"]())
+    vocab = tokenizer._backend.get_vocab()
+    assert pieces_of(tokenizer, [vocab["a"], vocab[""], vocab["▁the"]]) == ["a", "", " the", ""]
 
 
 def test_stream_shows_text_as_soon_as_it_is_certain():
