@@ -189,6 +189,12 @@ def test_wrong_usage_exits_with_2(bundle, option, value):
     assert result.stdout == ""
 
 
+def test_help_keeps_the_examples_on_lines_of_their_own():
+    lines = [line.strip() for line in run("--help").stdout.splitlines()]
+    assert 'kvconv run smollm2 "What is the capital of France?" --chat-template' in lines
+    assert "\\b" not in lines
+
+
 def test_debug_shows_the_cause(tmp_path):
     result = run(str(tmp_path / "nothing"), PROMPT, "--debug")
     assert type(result.exception).__name__ == "BundleError"

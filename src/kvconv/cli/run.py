@@ -154,7 +154,7 @@ def command(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    r"""Generate text that continues PROMPT, with the model in BUNDLE.
+    """Generate text that continues PROMPT, with the model in BUNDLE.
 
     PROMPT is raw text; '-' reads it from standard input, less one final newline. Text streams to
     stdout, everything else goes to stderr.
@@ -162,7 +162,7 @@ def command(
     \b
     kvconv run smollm2 "What is the capital of France?" --chat-template
     kvconv run smollm2 - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt
-    """  # fmt: skip
+    """  # noqa: D301 - click wants the control character that \b stands for
     try:
         with needs_extra("cpu"):
             from kvconv.runtime import Generator, SamplingParams
