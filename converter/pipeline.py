@@ -116,6 +116,7 @@ def _trace(
     with stages("load"):
         from kvconv.converter.decoder_spec import describe
         from kvconv.converter.load import load_model
+        from kvconv.converter.quiet import quiet
         from kvconv.converter.simplify import simplify
         from kvconv.converter.trace import trace
         from kvconv.converter.weights import lay_out, save
@@ -133,7 +134,7 @@ def _trace(
         bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
     reference = None
     if verifier is not None:
-        with stages("reference"):
+        with stages("reference"), quiet():
             reference = verifier.reference(loaded.model, loaded.tokenizer)
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
