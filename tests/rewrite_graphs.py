@@ -1,4 +1,4 @@
-"""Hand-built graphs of the form that tracing gives, and ways to run them before and after rewriting.
+"""Hand-built graphs as tracing gives them, and ways to run them before and after rewriting.
 
 The smallest decoder with everything the rules look for: embedding, projections, rotary embedding
 (half, interleaved, partial or none), a mask made of small operators, the attention placeholder,
