@@ -7,8 +7,6 @@ shared by reference with the PyTorch model; nothing is copied here.
 """
 
 import contextlib
-import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +23,8 @@ from transformers.masking_utils import sdpa_mask
 
 from kvconv import names
 from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
-from kvconv.errors import ExportError, UnsupportedModelError
+from kvconv.converter.quiet import quiet
+from kvconv.errors import ExportError, UnsupportedModelError, root_cause
 
 ATTENTION_NAME = "kvconv"
 """Name under which transformers knows our attention and mask functions."""
@@ -64,7 +63,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
     """
     inputs = _example_inputs(spec)
     wrapper = _ExplicitCache(model, spec).eval()
-    with _quiet(), _our_attention(model, spec), torch.no_grad():
+    with quiet(), _our_attention(model, spec), torch.no_grad():
         try:
             program = torch.onnx.export(
                 wrapper,
@@ -82,7 +81,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
             if refusal is not None:
                 raise refusal from error
             raise ExportError(
-                f"PyTorch cannot trace {spec.architecture}: {_innermost(error)} "
+                f"PyTorch cannot trace {spec.architecture}: {root_cause(error)} "
                 f"Show the whole story with --debug; a newer transformers may help."
             ) from error
     if program is None:
@@ -319,32 +318,9 @@ def _our_attention(model: PreTrainedModel, spec: DecoderSpec) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the libraries' notes on their own internals off the user's screen."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 def _refusal(error: BaseException) -> UnsupportedModelError | None:
     """Return the refusal of ours that the exporter wrapped into its own errors, if any."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UnsupportedModelError):
         cause = cause.__cause__
     return cause
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return first_line if first_line.endswith(".") else f"{first_line}."

@@ -69,7 +69,7 @@ def _store_transposed(graph: ir.Graph, weight: ir.Value, transposes: list[ir.Nod
     tensor, name = weight.const_value, weight.name
     assert tensor is not None
     assert name is not None
-    rows, columns = tensor.shape
+    rows, columns = _sizes(tensor)
     transposed = ir.Value(
         name=name,
         type=weight.type,
@@ -85,6 +85,10 @@ def _store_transposed(graph: ir.Graph, weight: ir.Value, transposes: list[ir.Nod
     graph.register_initializer(transposed)
 
 
+def _sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    return tuple(tensor.numpy().shape)
+
+
 def _transposed(tensor: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
     return lambda: ir.Tensor(np.ascontiguousarray(tensor.numpy().T))
 
@@ -96,7 +100,7 @@ def _multiply_by_gemm(graph: ir.Graph, weight: ir.Value, transpose: ir.Node) -> 
     """
     tensor = weight.const_value
     assert tensor is not None
-    out_features, in_features = tensor.shape
+    out_features, in_features = _sizes(tensor)
     for matmul in list(transpose.outputs[0].consumers()):
         if matmul.op_type != "MatMul" or matmul.inputs[1] is not transpose.outputs[0]:
             continue
