@@ -14,10 +14,10 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
-import reference
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+import reference
 from kvconv import custom_ops, names
 from kvconv.converter.rewrite import write_graph
 

@@ -5,6 +5,11 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
+
+from kvconv import names
+from kvconv.converter.rewrite import rewrite
+from kvconv.converter.rewrite.graph import find
+from kvconv.errors import RewriteError
 from rewrite_graphs import (
     Builder,
     Mask,
@@ -21,11 +26,6 @@ from rewrite_graphs import (
     run_traced,
 )
 from tolerances import assert_close
-
-from kvconv import names
-from kvconv.converter.rewrite import rewrite
-from kvconv.converter.rewrite.graph import find
-from kvconv.errors import RewriteError
 
 LOWEST = float(np.finfo(np.float32).min)
 

@@ -7,13 +7,13 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-import rewrite_graphs as graphs
-from rewrite_graphs import Builder, Mask, alibi_mask, bool_mask, decoder, float_mask
-from tolerances import assert_close
 
+import rewrite_graphs as graphs
 from kvconv import names
 from kvconv.converter.rewrite import RewriteReport, mask, past_length, rewrite, tidy
 from kvconv.converter.rewrite.graph import Editor, find
+from rewrite_graphs import Builder, Mask, alibi_mask, bool_mask, decoder, float_mask
+from tolerances import assert_close
 
 LOWEST = float(np.finfo(np.float32).min)
 

@@ -107,6 +107,6 @@ def test_standard_refuses_what_it_cannot_spell(fault: str) -> None:
         node.inputs[3] = gs.Variable.empty()
     else:
         node.attrs["kv_num_heads"] = 3
-    with pytest.raises(RewriteError, match="no mask operand|no multiple of 3") as caught:
+    with pytest.raises(RewriteError, match=r"no mask operand|no multiple of 3") as caught:
         rewrite(graph, attention="standard", opset=23)
     assert (caught.value.expected, caught.value.found) == (1, 0)
