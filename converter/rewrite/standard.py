@@ -61,8 +61,8 @@ def _rewrite(editor: Editor, node: gs.Node, biases: dict[tuple[str, bool], gs.Te
         or optional_input(node, 4) is not None
     )
     if (mask.name, decomposed) not in biases:
-        dtype = np.float32 if decomposed else query.dtype
-        biases[mask.name, decomposed] = as_bias(editor, mask, dtype)
+        dtype = np.dtype(np.float32) if decomposed else query.dtype
+        biases[mask.name, decomposed] = _finite_bias(editor, mask, dtype)
     bias = biases[mask.name, decomposed]
     if decomposed:
         heads = _decompose(editor, node, bias)
@@ -76,6 +76,15 @@ def _rewrite(editor: Editor, node: gs.Node, biases: dict[tuple[str, bool], gs.Te
     replace_uses(node.outputs[0], output)
     node.inputs.clear()
     node.outputs.clear()
+
+
+def _finite_bias(editor: Editor, mask: gs.Tensor, dtype: np.dtype) -> gs.Tensor:
+    """Spell a mask as numbers; -inf, which a model's float mask may hold, becomes the lowest."""
+    bias = as_bias(editor, mask, dtype)
+    if mask.dtype == bool:
+        return bias
+    lowest = editor.constant(np.array(np.finfo(dtype).min, dtype))
+    return editor.add("Max", [bias, lowest], dtype=dtype, shape=bias.shape)
 
 
 def _decompose(editor: Editor, node: gs.Node, bias: gs.Tensor) -> gs.Variable:

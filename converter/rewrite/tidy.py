@@ -1,11 +1,13 @@
-"""Rule `tidy`: one node per distinct computation, constants instead of Constant nodes, no Identity.
+"""Rule `tidy`: one node per distinct computation, and none that computes nothing.
 
 1. A Constant node becomes a constant.
-2. An Identity disappears; its input takes the name of a graph output if it had one.
+2. An Identity, or a Slice that cuts nothing, disappears; its input takes the name of a graph
+   output if it had one.
 3. Two nodes with equal operator, attributes and inputs become one. Tracing repeats cos, sin and
    mask work per layer; the rules after this one then meet each mask once.
 """
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from kvconv.converter.rewrite.graph import (
@@ -14,12 +16,14 @@ from kvconv.converter.rewrite.graph import (
     attributes_key,
     constant_key,
     find,
+    is_external,
     replace_uses,
     sort,
     write_instead,
 )
 
 NAME = "tidy"
+_INT64_MAX = np.iinfo(np.int64).max
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"}
 
 
@@ -46,7 +50,7 @@ def _lift_constants(graph: gs.Graph) -> int:
 def _drop_identities(graph: gs.Graph) -> int:
     outputs = {tensor.name for tensor in graph.outputs}
     count = 0
-    for node in find(graph, "Identity"):
+    for node in [*find(graph, "Identity"), *filter(_cuts_nothing, find(graph, "Slice"))]:
         source, target = node.inputs[0], node.outputs[0]
         if target.name in outputs:
             if not source.inputs or source.name in outputs:
@@ -59,6 +63,15 @@ def _drop_identities(graph: gs.Graph) -> int:
         node.inputs.clear()
         count += 1
     return count
+
+
+def _cuts_nothing(node: gs.Node) -> bool:
+    """Tell whether a Slice runs from 0 to the largest number in steps of 1."""
+    bounds = [tensor for index, tensor in enumerate(node.inputs) if index in (1, 2, 4)]
+    if not all(isinstance(tensor, gs.Constant) and not is_external(tensor) for tensor in bounds):
+        return False
+    starts, ends, *steps = (tensor.values for tensor in bounds)
+    return not starts.any() and (ends == _INT64_MAX).all() and all((s == 1).all() for s in steps)
 
 
 def _merge_duplicates(graph: gs.Graph) -> int:
