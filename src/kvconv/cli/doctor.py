@@ -1,0 +1,114 @@
+"""`kvconv doctor`: versions, providers, the op library in use, and what is missing."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvconv import __version__
+from kvconv.cli.common import Command, print_json
+from kvconv.errors import LibraryError
+from kvconv.names import OP_DOMAIN, OP_VERSION
+
+EXTRAS = {
+    "cpu": ("numpy", "onnxruntime", "tokenizers", "jinja2"),
+    "export": ("torch", "transformers", "onnx", "onnxscript", "onnx-graphsurgeon", "gguf"),
+}
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
+def command(as_json: bool) -> None:
+    """Show versions, providers, the op library in use, and what is missing.
+
+    Put its output into every bug report. Exit code 0 even when something is missing.
+    """
+    report = diagnose()
+    if as_json:
+        print_json(report)
+        return
+    click.echo(f"kvconv       {report['kvconv']}  (operator domain {OP_DOMAIN} {OP_VERSION})")
+    click.echo(f"python       {report['python']}")
+    click.echo(f"platform     {report['platform']}, {report['cores']} cores")
+    for name, version in report["packages"].items():
+        click.echo(f"{name:<20} {version or 'not installed'}")
+    click.echo(f"providers    {', '.join(report['providers']) or 'none'}")
+    click.echo(f"op library   {report['op_library'] or 'not found'}")
+    for problem in report["problems"]:
+        click.echo(f"problem: {problem}")
+    if not report["problems"]:
+        click.echo("nothing is missing")
+
+
+def diagnose() -> dict[str, Any]:
+    """Gather what `doctor` prints; loads onnxruntime and registers the op library once."""
+    packages = {
+        name: _version(name) for names in EXTRAS.values() for name in names
+    } | {"onnxruntime-gpu": _version("onnxruntime-gpu")}  # fmt: skip
+    problems = []
+    if packages["onnxruntime"] and packages["onnxruntime-gpu"]:
+        problems.append(
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other. "
+            "Uninstall both, then install the one you want."
+        )
+    has_runtime = bool(packages["onnxruntime"] or packages["onnxruntime-gpu"])
+    for extra, names in EXTRAS.items():
+        missing = [
+            name for name in names
+            if not packages[name] and not (name == "onnxruntime" and has_runtime)
+        ]  # fmt: skip
+        if missing:
+            problems.append(
+                f"{', '.join(missing)} not installed, needed to "
+                f'{"run" if extra == "cpu" else "export"}: pip install "kvconv[{extra}]"'
+            )
+    library, library_problem = _op_library(has_runtime)
+    if library_problem:
+        problems.append(library_problem)
+    return {
+        "kvconv": __version__,
+        "op_version": OP_VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "packages": packages,
+        "providers": _providers() if has_runtime else [],
+        "op_library": str(library) if library else None,
+        "problems": problems,
+    }
+
+
+def _op_library(has_runtime: bool) -> tuple[Path | None, str | None]:
+    """Return the library's path and, if it cannot be used, why."""
+    from kvconv import custom_ops
+
+    try:
+        library = custom_ops.library_path()
+    except LibraryError as error:
+        return None, str(error)
+    if has_runtime:
+        import onnxruntime
+
+        try:
+            custom_ops.register(onnxruntime.SessionOptions())
+        except LibraryError as error:
+            return library, str(error)
+    return library, None
+
+
+def _providers() -> list[str]:
+    import onnxruntime
+
+    return list(onnxruntime.get_available_providers())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

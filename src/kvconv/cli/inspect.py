@@ -1,0 +1,93 @@
+"""`kvconv inspect`: what a bundle's manifest and graph say."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvconv.cli.common import Command, print_json
+from kvconv.cli.verify import describe
+from kvconv.manifest import Manifest, check_files, read_manifest
+from kvconv.names import MODEL_FILE, OP_DOMAIN
+from kvconv.plan import kv_cache_bytes
+
+
+@click.command(cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Hash every file, the weights too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
+def command(bundle: Path, check: bool, as_json: bool) -> None:
+    """Show what a bundle holds: model, layers, operators, cache bytes, files, verification."""
+    manifest = read_manifest(bundle)
+    check_files(bundle, manifest, hash_all=check)
+    report = inspect(bundle, manifest) | {"checked": check}
+    if as_json:
+        print_json(report)
+        return
+    source = manifest.source
+    click.echo(f"model         {source.model} ({manifest.architecture}, {source.kind})")
+    click.echo(f"license       {source.license or 'not stated'}")
+    op_version = f", {OP_DOMAIN} {manifest.op_version}" if manifest.op_version else ""
+    click.echo(f"attention     {manifest.attention}, opset {manifest.opset}{op_version}")
+    click.echo(f"dtype         activations {manifest.dtype}, weights {manifest.weights_dtype}")
+    click.echo(f"max sequence  {manifest.max_sequence_length} tokens")
+    click.echo(f"KV cache      {report['cache_bytes_per_token']:,} bytes per token and sequence")
+    for line in report["layers_summary"]:
+        click.echo(f"              {line}")
+    if report["ops"] is None:
+        click.echo('operators     not counted: that needs pip install "kvconv[export]"')
+    else:
+        click.echo("operators")
+        for name, count in report["ops"].items():
+            click.echo(f"  {count:6d}  {name}")
+    click.echo("files")
+    for name, entry in manifest.files.items():
+        click.echo(f"  {entry.size:13,d}  {name}")
+    click.echo(
+        "every file matches its sha256" if check else "sizes match; --check hashes all files"
+    )
+    click.echo("verification  " + "\n".join(describe(manifest.verification)))
+
+
+def inspect(bundle: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the manifest's facts and the graph's operator counts as one JSON-able dict."""
+    document = dataclasses.asdict(manifest)
+    layers = manifest.cache_layers
+    return {
+        **document,
+        "layers": document["cache_layers"],
+        "layers_summary": _summary(manifest),
+        "ops": count_ops(bundle / MODEL_FILE),
+        "cache_bytes_per_token": kv_cache_bytes(layers, batch_size=1, max_sequence_length=1),
+    }
+
+
+def count_ops(model_path: Path) -> dict[str, int] | None:
+    """Count the graph's nodes by `Type` or `domain::Type`, most frequent first.
+
+    Returns:
+        None where the onnx package is not installed: a machine that only runs bundles.
+    """
+    try:
+        import onnx
+    except ModuleNotFoundError:
+        return None
+    graph = onnx.load(str(model_path), load_external_data=False).graph
+    names = (f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+             for node in graph.node)  # fmt: skip
+    return dict(Counter(names).most_common())
+
+
+def _summary(manifest: Manifest) -> list[str]:
+    """Return one line per kind of cache layer."""
+    kinds = Counter(manifest.cache_layers)
+    lines = []
+    for layer, count in kinds.items():
+        window = f"window {layer.window_size}" if layer.window_size else "no window"
+        lines.append(
+            f"{count} layers: {layer.num_key_value_heads} KV heads, key width "
+            f"{layer.key_head_dim}, value width {layer.value_head_dim}, {layer.dtype}, {window}"
+        )
+    return lines

@@ -1,0 +1,79 @@
+"""`kvconv verify`: compare a bundle's logits with PyTorch's."""
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from kvconv.cli.common import Command, needs_extra, print_json, print_status
+from kvconv.manifest import CheckResult, Verification, read_manifest
+
+
+@click.command(cls=Command, context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--model", default=None, metavar="MODEL",
+    help="The PyTorch model to compare with: hub id, folder or .gguf file. "
+    "Default: what the bundle was exported from.",
+)  # fmt: skip
+@click.option("--prompt-tokens", type=click.IntRange(min=4), help="Length of the test prompt.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads for ONNX Runtime.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Hugging Face cache folder.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
+def command(
+    bundle: Path,
+    model: str | None,
+    prompt_tokens: int | None,
+    threads: int | None,
+    cache_dir: Path | None,
+    trust_remote_code: bool,
+    as_json: bool,
+) -> None:
+    """Compare a bundle's logits with PyTorch's, and record the result in its manifest.
+
+    Runs whole and chunked prefill, decode, a left-padded batch, and rewind. Exit code 1 when a
+    check exceeds the tolerance of the bundle's dtype.
+    """
+    manifest = read_manifest(bundle)
+    with needs_extra("cpu,export"):
+        from kvconv.converter.load import load_model
+        from kvconv.verify import Verifier, record, require_passed
+
+        verifier = Verifier(prompt_tokens=prompt_tokens, threads=threads)
+        print_status(f"loading {model or manifest.source.model}")
+        loaded = load_model(
+            model or manifest.source.model,
+            revision=None if model else manifest.source.revision,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            dtype=manifest.dtype,
+        )
+        print_status("running PyTorch")
+        reference = verifier.reference(loaded.model, loaded.tokenizer)
+        del loaded
+        print_status("running the bundle")
+        result = verifier.compare(bundle, reference)
+    record(bundle, manifest, result)
+    if as_json:
+        print_json({"bundle": str(bundle), **dataclasses.asdict(result)})
+    else:
+        click.echo("\n".join(describe(result)))
+    require_passed(result)
+
+
+def describe(result: Verification) -> list[str]:
+    """Return a verification as lines of text, one per check."""
+    if result.status == "skipped":
+        return ["not verified"]
+    lines = [f"{result.status} (float logits within {result.tolerance:g} of PyTorch's)"]
+    lines += [_describe_check(check) for check in result.checks]
+    return lines + [f"not checked: {sentence}" for sentence in result.not_checked]
+
+
+def _describe_check(check: CheckResult) -> str:
+    mark = "ok  " if check.passed else "FAIL"
+    return (
+        f"  {mark} {check.name:<22} max abs {check.max_abs:.2e}  mean {check.mean_abs:.2e}  "
+        f"KL {check.kl:.1e}  top-1 {100 * check.top1:.1f}%  ({check.positions} positions)"
+    )

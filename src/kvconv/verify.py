@@ -1,0 +1,359 @@
+"""Verification: the shipped runtime against PyTorch, on the same token ids.
+
+PyTorch goes first, while its model is in memory (`Verifier.reference`); the bundle is driven
+afterwards (`Verifier.compare`), so that never both models are held at once. The checks:
+
+1. whole prefill: the prompt in one run.
+2. chunked prefill: the same prompt in runs of odd sizes.
+3. decode: 16 tokens, one a run.
+4. left-padded batch: prompts of unequal length in one batch, then 4 tokens, against single runs.
+5. rewind and re-prompt: back to the middle of the prompt, then another continuation.
+
+The prompt crosses sliding windows twice where they are at most MAX_CROSSED_WINDOW tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconv.errors import VerificationError
+from kvconv.manifest import CheckResult, Manifest, Verification, check_files
+from kvconv.runtime import Bundle, Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+TOLERANCES = {
+    # Accumulation order alone moves logits of magnitude 30 by some 1e-4.
+    "float32": 1e-3,
+    # Logits of magnitude 30 are 0.016 apart in float16, and every layer rounds.
+    "float16": 0.5,
+}
+"""Activations' dtype -> largest absolute logit difference allowed."""
+
+DECODE_STEPS = 16
+BATCH_DECODE_STEPS = 4
+PROMPT_TOKENS = 128
+MAX_CROSSED_WINDOW = 1024
+MAX_LOGITS = 2**25
+"""Logits kept per check, rows x vocab_size: 128 MB in float32."""
+_CHUNKS = (1, 3, 17, 64, 31, 128, 257)
+_TEXT = (
+    "The harbour was quiet before dawn. Two fishermen mended a net of 1,204 knots while the tide "
+    "turned, and nobody spoke of the storm that had taken the old pier in 1987. “Is it far?” asked "
+    "the girl. « Pas très loin », said the captain, и показал на север. 海の向こうに島が見えます。"
+    "def distance(a, b): return abs(a - b) ** 0.5  # metres\nبعد ساعة عاد القارب. Dinner was rice, "
+    "beans and a lemon; the bill came to €23.40. Later they counted the boats: one, two, three, "
+    "five, eight, thirteen. Every answer led to a longer question, as it usually does at sea. 🙂 "
+)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Token ids and PyTorch's logits for the last of them.
+
+    Attributes:
+        input_ids: The whole sequence, from its first token.
+        logits: [kept, vocab_size] float32, for the last `kept` positions of `input_ids`.
+    """
+
+    input_ids: list[int]
+    logits: FloatArray
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What PyTorch says about every sequence that the checks run.
+
+    Attributes:
+        prompt: The prompt, with the logits of as many last positions as MAX_LOGITS allows.
+        decoded: The prompt and PyTorch's greedy tokens, with the logits of the latter.
+        rows: Rows of the padded batch with their decoded tokens; logits of the last positions.
+        reprompted: The first half of the prompt and another continuation, with its logits.
+        not_checked: Sentences about what the prompt does not reach.
+    """
+
+    prompt: Continuation
+    decoded: Continuation
+    rows: tuple[Continuation, ...]
+    reprompted: Continuation
+    not_checked: tuple[str, ...]
+
+
+class Verifier:
+    """Runs the checks; the converter calls it between tracing and the final rename."""
+
+    def __init__(self, *, prompt_tokens: int | None = None, threads: int | None = None) -> None:
+        """Set the checks up.
+
+        Args:
+            prompt_tokens: Length of the prompt; None for 128, or past two sliding windows.
+            threads: Threads for ONNX Runtime; None for its default.
+        """
+        self._prompt_tokens = prompt_tokens
+        self._threads = threads
+
+    def reference(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Reference:
+        """Run PyTorch on every sequence of the checks; takes some seconds.
+
+        Args:
+            model: In evaluation mode, on the CPU.
+            tokenizer: Encodes the test text; None for pseudo-random ids.
+        """
+        config = model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or 2**31
+        window = _largest_window(config)
+        not_checked = []
+        length = self._prompt_tokens or PROMPT_TOKENS
+        if window is not None and self._prompt_tokens is None:
+            if window <= MAX_CROSSED_WINDOW:
+                length = max(length, 2 * window + 90)
+            else:
+                not_checked.append(
+                    f"The prompt of {length} tokens does not cross the sliding window of {window}; "
+                    f"kvconv verify --prompt-tokens {2 * window + 90} does."
+                )
+        length = max(4, min(length, limit - DECODE_STEPS - 8))
+        prompt = _prompt_ids(tokenizer, config.vocab_size, length)
+        kept = max(1, min(length, MAX_LOGITS // config.vocab_size))
+
+        def logits(input_ids: list[int], keep: int) -> FloatArray:
+            return _pytorch_logits(model, input_ids, min(keep, len(input_ids)))
+
+        rows = []
+        for row_length in (length, max(1, length // 3), min(5, length)):
+            row = _greedy(model, prompt[-row_length:], BATCH_DECODE_STEPS)
+            rows.append(Continuation(row, logits(row, BATCH_DECODE_STEPS + min(kept, 32))))
+        decoded = _greedy(model, prompt, DECODE_STEPS)
+        reprompted = prompt[: length // 2] + prompt[: length // 4 + 1][::-1]
+        return Reference(
+            prompt=Continuation(prompt, logits(prompt, kept)),
+            decoded=Continuation(decoded, logits(decoded, DECODE_STEPS)),
+            rows=tuple(rows),
+            reprompted=Continuation(reprompted, logits(reprompted, min(kept, length // 4 + 1))),
+            not_checked=tuple(not_checked),
+        )
+
+    def compare(self, folder: Path, reference: Any) -> Verification:
+        """Drive a bundle through the checks; nothing is written.
+
+        Args:
+            folder: A complete bundle.
+            reference: What `reference` returned for the same model.
+
+        Returns:
+            The result, `passed` or `failed`; see `require_passed`.
+        """
+        bundle = Bundle.open(folder)
+        check_files(folder, bundle.manifest, hash_all=True)
+        session = Session(bundle, threads=self._threads)
+        return run_checks(session, bundle.manifest, reference)
+
+
+def run_checks(session: Session, manifest: Manifest, reference: Reference) -> Verification:
+    """Run all checks of this module's list against a reference."""
+    tolerance = TOLERANCES[manifest.dtype]
+    prompt, decoded = reference.prompt.input_ids, reference.decoded.input_ids
+    cache = session.new_cache(1, len(decoded))
+    checks = []
+
+    def check(name: str, found: FloatArray, wanted: FloatArray) -> None:
+        checks.append(compare_logits(name, found, wanted, tolerance))
+
+    # 1. whole prefill, and 3. decode behind it
+    kept = len(reference.prompt.logits)
+    whole = session.run(cache, _row(prompt), num_logits_to_keep=kept)[0]
+    check("whole prefill", whole, reference.prompt.logits)
+    steps = [session.run(cache, _row([token]))[0].copy() for token in decoded[len(prompt) :]]
+    check(f"decode, {DECODE_STEPS} steps", np.concatenate(steps), reference.decoded.logits)
+
+    # 5. rewind and re-prompt, on the same cache
+    half = len(prompt) // 2
+    cache.rewind(half)
+    again = session.run(
+        cache,
+        _row(reference.reprompted.input_ids[half:]),
+        num_logits_to_keep=len(reference.reprompted.logits),
+    )[0]
+    check("rewind and re-prompt", again, reference.reprompted.logits)
+
+    # 2. chunked prefill
+    cache.reset()
+    check("chunked prefill", _chunked(session, cache, prompt, kept), reference.prompt.logits)
+
+    # 4. left-padded batch
+    found, wanted = _padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0)
+    check("left-padded batch", found, wanted)
+
+    return Verification(
+        status="passed" if all(result.passed for result in checks) else "failed",
+        tolerance=tolerance,
+        checks=tuple(checks),
+        not_checked=reference.not_checked,
+    )
+
+
+def require_passed(verification: Verification) -> None:
+    """Raise for the first failed check.
+
+    Raises:
+        VerificationError: A check's logits differ by more than the tolerance.
+    """
+    for result in verification.checks:
+        if not result.passed:
+            tolerance = verification.tolerance or 0.0
+            raise VerificationError(
+                f"Verification failed: {result.name} differs from PyTorch by {result.max_abs:.3g} "
+                f"(allowed {tolerance:g}), top-1 agreement {100 * result.top1:.1f}%. The bundle "
+                f"must not be used; export with --attention standard to compare, and report it.",
+                check=result.name,
+                max_abs=result.max_abs,
+                tolerance=tolerance,
+            )
+
+
+def record(folder: Path, manifest: Manifest, verification: Verification) -> None:
+    """Write a verification result into a bundle's manifest."""
+    dataclasses.replace(manifest, verification=verification).write(folder)
+
+
+def compare_logits(
+    name: str, found: FloatArray, wanted: FloatArray, tolerance: float
+) -> CheckResult:
+    """Compare two sets of logits, both [positions, vocab_size] float32.
+
+    A different argmax fails a check unless PyTorch's own two logits are within the tolerance of
+    each other. Non-finite differences count as the largest float.
+    """
+    difference = np.abs(found - wanted)
+    largest = float(np.finfo(np.float32).max)
+    np.nan_to_num(difference, copy=False, nan=largest, posinf=largest)
+    rows = np.arange(len(wanted))
+    best_found, best_wanted = found.argmax(axis=-1), wanted.argmax(axis=-1)
+    margin = wanted[rows, best_wanted] - wanted[rows, best_found]
+    max_abs = float(difference.max())
+    return CheckResult(
+        name=name,
+        positions=len(wanted),
+        max_abs=max_abs,
+        mean_abs=float(difference.mean(dtype=np.float64)),
+        kl=_mean_kl(wanted, found),
+        top1=float((best_found == best_wanted).mean()),
+        passed=max_abs <= tolerance and bool((margin <= tolerance).all()),
+    )
+
+
+def _mean_kl(wanted: FloatArray, found: FloatArray) -> float:
+    total = 0.0
+    for row_wanted, row_found in zip(wanted, found, strict=True):
+        p, q = (_log_softmax(row.astype(np.float64)) for row in (row_wanted, row_found))
+        total += float(np.exp(p) @ (p - q))
+    mean = total / len(wanted)
+    # Rounding may leave a sum of tiny terms just below zero.
+    return max(mean, 0.0) if np.isfinite(mean) else float(np.finfo(np.float32).max)
+
+
+def _log_softmax(row: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted = row - row.max()
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def _chunked(session: Session, cache: Any, prompt: list[int], kept: int) -> FloatArray:
+    """Prefill in runs of odd sizes; return the logits of the last `kept` positions."""
+    pieces, position, turn = [], 0, 0
+    while position < len(prompt):
+        chunk = prompt[position : position + _CHUNKS[turn % len(_CHUNKS)]]
+        position, turn = position + len(chunk), turn + 1
+        wanted = min(len(chunk), position - (len(prompt) - kept))
+        logits = session.run(cache, _row(chunk), num_logits_to_keep=max(1, wanted))[0]
+        if wanted > 0:
+            pieces.append(logits.copy())
+    return np.concatenate(pieces)
+
+
+def _padded_batch(
+    session: Session, rows: Sequence[Continuation], pad_id: int
+) -> tuple[FloatArray, FloatArray]:
+    """Run rows as one left-padded batch; return found and wanted logits, rows stacked."""
+    prompts = [row.input_ids[:-BATCH_DECODE_STEPS] for row in rows]
+    width = max(map(len, prompts))
+    cache = session.new_cache(len(rows), width + BATCH_DECODE_STEPS)
+    mask = np.ones((len(rows), width + BATCH_DECODE_STEPS), np.int64)
+    input_ids = np.full((len(rows), width), pad_id, np.int64)
+    for index, prompt in enumerate(prompts):
+        mask[index, : width - len(prompt)] = 0
+        input_ids[index, width - len(prompt) :] = prompt
+    keep = max(len(row.logits) for row in rows) - BATCH_DECODE_STEPS
+    runs = [
+        session.run(
+            cache, input_ids, attention_mask=mask[:, :width], num_logits_to_keep=keep
+        ).copy()
+    ]
+    for step in range(BATCH_DECODE_STEPS):
+        tokens = np.array([[row.input_ids[step - BATCH_DECODE_STEPS]] for row in rows], np.int64)
+        total = mask[:, : width + step + 1]
+        runs.append(session.run(cache, tokens, attention_mask=total).copy())
+    stacked = np.concatenate(runs, axis=1)
+    found = [stacked[index, -len(row.logits) :] for index, row in enumerate(rows)]
+    return np.concatenate(found), np.concatenate([row.logits for row in rows])
+
+
+def _row(input_ids: list[int]) -> IntArray:
+    return np.array([input_ids], np.int64)
+
+
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, length: int
+) -> list[int]:
+    if tokenizer is None:
+        random = np.random.default_rng(7)
+        return [int(token) for token in random.integers(0, vocab_size, length)]
+    ids: list[int] = []
+    text = _TEXT
+    while len(ids) < length:
+        ids = [token for token in tokenizer(text)["input_ids"] if token < vocab_size]
+        text += f"Chapter {len(text)}. {_TEXT}"
+    return ids[:length]
+
+
+def _largest_window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    return int(window) if window and used else None
+
+
+def _pytorch_logits(model: PreTrainedModel, input_ids: list[int], keep: int) -> FloatArray:
+    import torch
+
+    with torch.inference_mode():
+        output = model(input_ids=torch.tensor([input_ids]), use_cache=False, logits_to_keep=keep)
+    logits: FloatArray = output.logits[0, -keep:].float().numpy()
+    return logits
+
+
+def _greedy(model: PreTrainedModel, input_ids: list[int], steps: int) -> list[int]:
+    """Append PyTorch's greedy tokens; end-of-sequence tokens do not stop it."""
+    import torch
+
+    tokens, past = torch.tensor([input_ids]), None
+    result = list(input_ids)
+    with torch.inference_mode():
+        for _ in range(steps):
+            output = model(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past = output.past_key_values
+            tokens = output.logits[:, -1:].argmax(dim=-1)
+            result.append(int(tokens))
+    return result

@@ -1,0 +1,46 @@
+"""The help texts: fast, complete, and equal to docs/cli.md."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from kvconv.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, kvconv.cli\n"
+        "try: kvconv.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'onnxruntime', 'transformers', 'numpy', 'onnx'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.endswith("[]\n")
+
+
+def test_every_command_has_help_for_every_option():
+    for name in COMMANDS:
+        command = main.get_command(None, name)
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert parameter.help, f"kvconv {name} {parameter.opts}"
+        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+
+
+def test_unknown_command_is_a_usage_error():
+    assert CliRunner().invoke(main, ["exprot"]).exit_code == 2
+
+
+def test_cli_page_is_not_stale():
+    specification = importlib.util.spec_from_file_location("cli_page", ROOT / "recipes/docs/cli.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert (ROOT / "docs/cli.md").read_text() == module.cli_page(), "run `make docs`"

@@ -1,0 +1,186 @@
+"""SmolLM2 and Gemma 3: export, verification and generation against transformers.
+
+Run with `make test-real`, which fetches both models. Each bundle is exported once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+
+from kvconv import custom_ops
+from kvconv.cli import main
+from kvconv.converter.load import load_model
+from kvconv.names import (
+    LOGITS,
+    NUM_LOGITS_TO_KEEP,
+    past_key,
+    past_value,
+    present_key,
+    present_value,
+)
+from kvconv.runtime import Bundle, Generator, SamplingParams
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+ROOT = Path(__file__).parents[2]
+MODELS = {
+    "smollm2": ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "gemma3": ROOT / "models/gemma-3-270m-q4_k_m.gguf",
+}
+MAX_ABS = {"smollm2": 2e-4, "gemma3": 1e-3}
+PROMPTS = (
+    "A",
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Der schnelle braune Fuchs springt über den faulen Hund und",
+    "В одном далёком городе жил старый мастер, который",
+    "海の向こうに小さな島があり、そこには",
+    "كان يا ما كان في قديم الزمان",
+    "🙂🎉 emoji and numbers: 3.14159, 2.71828,",
+    "List three fruits:\n1. apple\n2.",
+    "The committee met on Tuesday to discuss the harbour. " * 12 + "After the vote,",
+)
+
+
+@pytest.fixture(scope="session")
+def export(tmp_path_factory):
+    """Return a function that exports one model in one flavour, once a session."""
+    folder, done = tmp_path_factory.mktemp("bundles"), {}
+
+    def run(name: str, attention: str = "flash") -> Path:
+        bundle = folder / f"{name} {attention}"
+        if bundle not in done:
+            arguments = ["export", str(MODELS[name]), "-o", str(bundle)]
+            if attention != "flash":
+                arguments += ["--attention", attention, "--no-verify"]
+            command = [sys.executable, "-c", "from kvconv.cli import main; main()"]
+            subprocess.run(
+                [*command, *arguments, "--json"], check=True, env=os.environ, stdout=sys.stderr
+            )
+            done[bundle] = True
+        return bundle
+
+    return run
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def real(request, export):
+    """Yield (name, bundle folder, PyTorch model and tokenizer) for each model."""
+    name = request.param
+    loaded = load_model(
+        str(MODELS[name]),
+        revision=None,
+        cache_dir=None,
+        trust_remote_code=False,
+        dtype="float32",
+    )
+    return name, export(name), loaded
+
+
+def test_verification_is_within_the_promised_figures(real):
+    name, bundle, _ = real
+    verification = Bundle.open(bundle).manifest.verification
+    assert verification.status == "passed"
+    assert len(verification.checks) == 5
+    for check in verification.checks:
+        assert check.max_abs <= MAX_ABS[name], check
+        assert check.top1 == 1.0, check
+    assert not verification.not_checked
+
+
+def test_greedy_tokens_equal_transformers(real):
+    import torch
+
+    _, bundle, loaded = real
+    generator = Generator.open(bundle)
+    for prompt in PROMPTS:
+        inputs = torch.tensor([loaded.tokenizer(prompt)["input_ids"]])
+        with torch.inference_mode():
+            wanted = loaded.model.generate(inputs, max_new_tokens=48, do_sample=False)
+        events = generator.generate([generator.encode(prompt)], SamplingParams(max_new_tokens=48))
+        found = [event.token_id for event in events]
+        assert found == wanted[0, inputs.shape[1] :].tolist(), prompt
+
+
+def test_the_capital_of_france_is_paris(export):
+    arguments = ["run", str(export("smollm2")), "What is the capital of France?"]
+    result = CliRunner().invoke(main, [*arguments, "--chat-template", "--json", "--stats"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert "Paris" in answer["text"]
+    assert answer["finish_reason"] == "eos"
+    assert answer["stats"]["new_tokens"] == len(answer["token_ids"])
+
+
+def test_standard_and_flash_agree_in_concat_mode_in_plain_onnxruntime(export):
+    """Neither uses kvconv's runtime; only the flash bundle needs the op library."""
+    ids = np.random.default_rng(5).integers(100, 40_000, (2, 23))
+    mask = np.ones_like(ids)
+    mask[1, :6] = 0
+    standard = _run_concat(export("smollm2", "standard"), ids, mask, library=None)
+    flash = _run_concat(export("smollm2"), ids, mask, library=custom_ops.library_path())
+    for wanted, found in zip(standard, flash, strict=True):
+        valid = mask[:, -wanted.shape[1] :] == 1
+        np.testing.assert_allclose(found[valid], wanted[valid], atol=2e-4, rtol=0)
+
+
+def test_num_logits_to_keep_is_overridable(real):
+    _, bundle, _ = real
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(custom_ops.library_path()))
+    session = ort.InferenceSession(bundle / "model.onnx", options)
+    names = [value.name for value in session.get_overridable_initializers()]
+    assert names == [NUM_LOGITS_TO_KEEP]
+
+
+def test_keeping_one_logit_saves_memory(export):
+    peak = {keep: _prefill_peak_mb(export("smollm2"), 2048, keep) for keep in (0, 1)}
+    assert peak[0] - peak[1] >= 300, peak
+
+
+def _run_concat(bundle, ids, mask, library):
+    """Prefill 20 tokens, then 2, then 1, with growing concat caches; return each run's logits."""
+    manifest = Bundle.open(bundle).manifest
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    if library:
+        options.register_custom_ops_library(str(library))
+    session = ort.InferenceSession(bundle / "model.onnx", options)
+    feeds = {}
+    for i, layer in enumerate(manifest.cache_layers):
+        shape = (len(ids), layer.num_key_value_heads, 0)
+        feeds[past_key(i)] = np.zeros((*shape, layer.key_head_dim), np.float32)
+        feeds[past_value(i)] = np.zeros((*shape, layer.value_head_dim), np.float32)
+    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
+    results = []
+    for start, end in ((0, 20), (20, 22), (22, 23)):
+        feeds |= {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        feeds["position_ids"] = positions[:, start:end]
+        names = [output.name for output in session.get_outputs()]
+        outputs = dict(zip(names, session.run(None, feeds), strict=True))
+        results.append(outputs[LOGITS])
+        for i in range(len(manifest.cache_layers)):
+            feeds[past_key(i)] = outputs[present_key(i)]
+            feeds[past_value(i)] = outputs[present_value(i)]
+    return results
+
+
+def _prefill_peak_mb(bundle, length, keep):
+    code = f"""
+import numpy as np, resource
+from kvconv.runtime import Bundle, Session
+session = Session(Bundle.open({str(bundle)!r}), threads=2)
+ids = np.random.default_rng(0).integers(100, 40000, (1, {length}))
+session.run(session.new_cache(1, {length}), ids, num_logits_to_keep={keep})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return float(result.stdout)
