@@ -1,0 +1,333 @@
+// The checks of kvconv::FlashAttention: attributes when a session is made, shapes at every run.
+//
+// Nothing is written before all of them pass. Letters: see kvconv/attention.h.
+#include <cmath>
+
+#include "attention_op.h"
+
+namespace kvconv {
+namespace {
+
+constexpr const char* kInputNames[kNumAttentionInputs] = {
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "attention_mask",
+    "cos",
+    "sin",
+    "attention_bias",
+    "alibi_slopes",
+    "head_sink",
+    "past_key_scale",
+    "past_value_scale",
+    "past_sequence_length",
+};
+
+[[noreturn]] void refuse(const std::string& message, ort::ErrorCode code = ort::kInvalidArgument) {
+  throw OpError{"kvconv::FlashAttention: " + message, code};
+}
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string result = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    result += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return result + "]";
+}
+
+ort::ElementType element_type(DataType type) {
+  switch (type) {
+    case DataType::kFloat16:
+      return ort::kFloat16;
+    case DataType::kBFloat16:
+      return ort::kBFloat16;
+    default:
+      return ort::kFloat32;
+  }
+}
+
+class Checker {
+ public:
+  explicit Checker(const AttentionInputs& inputs) : inputs_(inputs) {}
+
+  const Tensor& operator[](AttentionInput input) const { return inputs_[input]; }
+
+  void require_type(AttentionInput input, ort::ElementType type) const {
+    if (!inputs_[input].exists || inputs_[input].type == type) return;
+    refuse(text(kInputNames[input], " has ONNX element type ", inputs_[input].type,
+                "; this node takes ", type, "."));
+  }
+
+  void require_rank(AttentionInput input, std::size_t rank, const char* axes) const {
+    const Tensor& tensor = inputs_[input];
+    if (!tensor.exists) refuse(text(kInputNames[input], " is absent; it is required."));
+    if (tensor.shape.size() == rank) return;
+    refuse(text(kInputNames[input], " has shape ", shape_text(tensor.shape), " of rank ",
+                tensor.shape.size(), "; it must be ", axes, " of rank ", rank, "."));
+  }
+
+  void require_dim(AttentionInput input, std::size_t axis, std::int64_t expected,
+                   const char* why) const {
+    const Tensor& tensor = inputs_[input];
+    if (tensor.shape[axis] == expected) return;
+    refuse(text(kInputNames[input], " has shape ", shape_text(tensor.shape), ": dimension ", axis,
+                " is ", tensor.shape[axis], " and must be ", expected, ", ", why, "."));
+  }
+
+  // The width of one head, from a dimension that holds `heads` of them side by side.
+  std::int64_t head_width(AttentionInput input, std::int64_t heads, const char* heads_name) const {
+    const std::int64_t size = inputs_[input].shape[2];
+    if (size > 0 && size % heads == 0) return size / heads;
+    refuse(text(kInputNames[input], " has shape ", shape_text(inputs_[input].shape),
+                ": dimension 2 is ", size, " and must be a positive multiple of ", heads_name, " ",
+                heads, "."));
+  }
+
+ private:
+  const AttentionInputs& inputs_;
+};
+
+void check_types(const Checker& check, DataType activation_type, DataType cache_type) {
+  for (AttentionInput input : {kQuery, kKey, kValue, kAttentionBias}) {
+    check.require_type(input, element_type(activation_type));
+  }
+  for (AttentionInput input : {kPastKey, kPastValue}) {
+    check.require_type(input, element_type(cache_type));
+  }
+  for (AttentionInput input : {kCos, kSin, kAlibiSlopes, kHeadSink}) {
+    check.require_type(input, ort::kFloat32);
+  }
+  check.require_type(kAttentionMask, ort::kInt64);
+  check.require_type(kPastSequenceLength, ort::kInt32);
+}
+
+// Query, key, value and the cache: sets B, S, N, K, H, Hv and C.
+void check_heads(const Checker& check, AttentionParams* p) {
+  check.require_rank(kQuery, 3, "[batch_size, sequence_length, num_heads * head_dim]");
+  check.require_rank(kKey, 3, "[batch_size, sequence_length, kv_num_heads * head_dim]");
+  check.require_rank(kValue, 3, "[batch_size, sequence_length, kv_num_heads * value_head_dim]");
+  check.require_rank(kPastKey, 4, "[batch_size, kv_num_heads, capacity, head_dim]");
+  check.require_rank(kPastValue, 4, "[batch_size, kv_num_heads, capacity, value_head_dim]");
+
+  p->batch_size = check[kQuery].shape[0];
+  p->sequence_length = check[kQuery].shape[1];
+  p->head_dim = check.head_width(kQuery, p->num_heads, "num_heads");
+  for (AttentionInput input : {kKey, kValue}) {
+    check.require_dim(input, 0, p->batch_size, "the batch_size of query");
+    check.require_dim(input, 1, p->sequence_length, "the sequence_length of query");
+  }
+  check.require_dim(kKey, 2, p->kv_num_heads * p->head_dim, "kv_num_heads * head_dim");
+  p->value_head_dim = check.head_width(kValue, p->kv_num_heads, "kv_num_heads");
+
+  p->past_capacity = check[kPastKey].shape[2];
+  for (AttentionInput input : {kPastKey, kPastValue}) {
+    check.require_dim(input, 0, p->batch_size, "the batch_size of query");
+    check.require_dim(input, 1, p->kv_num_heads, "kv_num_heads");
+  }
+  check.require_dim(kPastKey, 3, p->head_dim, "the head_dim of query");
+  check.require_dim(kPastValue, 3, p->value_head_dim, "the value_head_dim of value");
+  check.require_dim(kPastValue, 2, p->past_capacity, "the capacity of past_key");
+}
+
+// The mask and the mode: sets past, T and the capacity of present.
+void check_lengths(const Checker& check, AttentionParams* p) {
+  const Tensor& mask = check[kAttentionMask];
+  const Tensor& past_length = check[kPastSequenceLength];
+  if (mask.exists) {
+    check.require_rank(kAttentionMask, 2, "[batch_size, total_sequence_length]");
+    check.require_dim(kAttentionMask, 0, p->batch_size, "the batch_size of query");
+    p->mask_width = mask.shape[1];
+  }
+  const std::int64_t capacity = p->past_capacity;
+  const std::int64_t new_tokens = p->sequence_length;
+
+  if (past_length.exists) {
+    check.require_rank(kPastSequenceLength, 1, "[1]");
+    check.require_dim(kPastSequenceLength, 0, 1, "one length for the whole batch");
+    p->past_sequence_length = *static_cast<const std::int32_t*>(past_length.data);
+    if (p->past_sequence_length < 0) {
+      refuse(text("past_sequence_length is ", p->past_sequence_length, "; it must be at least 0."));
+    }
+    p->total_sequence_length = p->past_sequence_length + new_tokens;
+    if (capacity < p->total_sequence_length) {
+      refuse(text("the cache's capacity is ", capacity, " but past_sequence_length ",
+                  p->past_sequence_length, " + sequence_length ", new_tokens, " = ",
+                  p->total_sequence_length, " slots are needed; give a larger buffer."));
+    }
+    if (mask.exists && p->mask_width < p->total_sequence_length) {
+      refuse(text("attention_mask is ", p->mask_width,
+                  " wide but past_sequence_length + sequence_length is ", p->total_sequence_length,
+                  "; it must be at least as wide."));
+    }
+    p->present_capacity = capacity;
+    return;
+  }
+
+  if (!mask.exists) {
+    refuse(
+        "attention_mask and past_sequence_length are both absent; give at least one of them, "
+        "they tell how many tokens the cache holds.");
+  }
+  p->total_sequence_length = p->mask_width;
+  p->past_sequence_length = p->total_sequence_length - new_tokens;
+  if (p->past_sequence_length < 0) {
+    refuse(text("attention_mask is ", p->mask_width, " wide but sequence_length is ", new_tokens,
+                "; its width must be the past and the new tokens together."));
+  }
+  if (capacity >= p->total_sequence_length) {
+    p->present_capacity = capacity;
+  } else if (capacity == p->past_sequence_length) {
+    p->present_capacity = p->total_sequence_length;
+  } else {
+    refuse(text("past_key has ", capacity, " slots, which fits neither mode with attention_mask ",
+                p->total_sequence_length, " wide and sequence_length ", new_tokens,
+                ": give a shared buffer of at least ", p->total_sequence_length,
+                " slots, or a past of exactly ", p->past_sequence_length, "."));
+  }
+}
+
+void check_rotary(const Checker& check, const AttentionAttributes& attributes, AttentionParams* p) {
+  if (check[kCos].exists != check[kSin].exists) {
+    refuse(text(check[kCos].exists ? "sin" : "cos",
+                " is absent; cos and sin must be given together."));
+  }
+  if (!check[kCos].exists) {
+    if (attributes.rotary_dim != 0) {
+      refuse(text("rotary_dim is ", attributes.rotary_dim, " but cos and sin are absent."));
+    }
+    return;
+  }
+  p->rotary_interleaved = attributes.rotary_interleaved;
+  p->rotary_dim = attributes.rotary_dim == 0 ? p->head_dim : attributes.rotary_dim;
+  if (p->rotary_dim % 2 != 0 || p->rotary_dim > p->head_dim) {
+    refuse(text("rotary_dim is ", p->rotary_dim, "; it must be even and no larger than head_dim ",
+                p->head_dim, "."));
+  }
+  for (AttentionInput input : {kCos, kSin}) {
+    check.require_rank(input, 3, "[batch_size or 1, sequence_length, rotary_dim / 2]");
+    if (check[input].shape[0] != 1) {
+      check.require_dim(input, 0, p->batch_size, "1 or the batch_size of query");
+    }
+    check.require_dim(input, 1, p->sequence_length, "the sequence_length of query");
+    check.require_dim(input, 2, p->rotary_dim / 2, "rotary_dim / 2");
+  }
+  check.require_dim(kSin, 0, check[kCos].shape[0], "the batch_size of cos");
+  p->rotary_batch_stride = check[kCos].shape[0] == 1 ? 0 : p->sequence_length * (p->rotary_dim / 2);
+}
+
+void check_bias(const Checker& check, AttentionParams* p) {
+  const Tensor& bias = check[kAttentionBias];
+  if (!bias.exists) return;
+  const std::int64_t target[4] = {p->batch_size, p->num_heads, p->sequence_length,
+                                  p->total_sequence_length};
+  const std::size_t rank = bias.shape.size();
+  if (rank > 4) {
+    refuse(text("attention_bias has rank ", rank, "; it may have at most 4: [batch_size, ",
+                "num_heads, sequence_length, total_sequence_length]."));
+  }
+  // Where past_sequence_length rules, a bias may be as wide as the capacity, like the mask.
+  const bool may_be_wider = check[kPastSequenceLength].exists;
+  std::int64_t stride = 1;
+  for (std::size_t i = 0; i < rank; ++i) {  // from the last axis backwards
+    const std::size_t axis = 3 - i;
+    const std::int64_t size = bias.shape[rank - 1 - i];
+    const bool fits = size == target[axis] || (axis == 3 && may_be_wider && size > target[axis]);
+    if (size != 1 && !fits) {
+      refuse(text("attention_bias has shape ", shape_text(bias.shape), ": dimension ", rank - 1 - i,
+                  " is ", size, " and must be 1 or ", target[axis], ", to broadcast to ",
+                  shape_text({target[0], target[1], target[2], target[3]}), "."));
+    }
+    p->bias_strides[axis] = size == 1 ? 0 : stride;
+    stride *= size;
+  }
+  p->attention_bias = bias.data;
+}
+
+}  // namespace
+
+AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* info) {
+  AttentionAttributes a;
+  a.num_heads = read_int(api, info, "num_heads", 0);
+  a.kv_num_heads = read_int(api, info, "kv_num_heads", 0);
+  a.scale = read_float(api, info, "scale", 0.0F);
+  a.softcap = read_float(api, info, "softcap", 0.0F);
+  a.window_size = read_int(api, info, "window_size", 0);
+  a.is_causal = read_int(api, info, "causal", 1) != 0;
+  a.rotary_interleaved = read_int(api, info, "rotary_interleaved", 0) != 0;
+  a.rotary_dim = read_int(api, info, "rotary_dim", 0);
+  const std::string cache_mode = read_string(api, info, "cache_mode", "auto");
+
+  if (a.num_heads < 1 || a.kv_num_heads < 1 || a.num_heads % a.kv_num_heads != 0) {
+    refuse(text("num_heads is ", a.num_heads, " and kv_num_heads is ", a.kv_num_heads,
+                "; both must be at least 1 and the first a multiple of the second."));
+  }
+  if (!std::isfinite(a.scale)) refuse(text("scale is ", a.scale, "; it must be finite."));
+  if (!std::isfinite(a.softcap) || a.softcap < 0.0F) {
+    refuse(text("softcap is ", a.softcap, "; it must be finite and at least 0 (0 = off)."));
+  }
+  if (a.window_size < 0) {
+    refuse(text("window_size is ", a.window_size, "; it must be at least 0 (0 = off)."));
+  }
+  if (a.rotary_dim < 0 || a.rotary_dim % 2 != 0) {
+    refuse(text("rotary_dim is ", a.rotary_dim,
+                "; it must be even and at least 0 (0 = the whole head)."));
+  }
+  if (cache_mode == "ring") {
+    refuse("cache_mode \"ring\" is not supported by this version of the op library; use \"auto\".",
+           ort::kNotImplemented);
+  }
+  if (cache_mode != "auto") {
+    refuse(text("cache_mode is \"", cache_mode, "\"; it must be \"auto\" or \"ring\"."));
+  }
+  return a;
+}
+
+AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
+                             DataType activation_type, DataType cache_type) {
+  const Checker check(inputs);
+  AttentionParams p;
+  p.num_heads = attributes.num_heads;
+  p.kv_num_heads = attributes.kv_num_heads;
+  p.softcap = attributes.softcap;
+  p.window_size = attributes.window_size;
+  p.is_causal = attributes.is_causal;
+  p.activation_type = activation_type;
+  p.cache_type = cache_type;
+
+  for (AttentionInput input : {kPastKeyScale, kPastValueScale}) {
+    if (check[input].exists) {
+      refuse(text(kInputNames[input],
+                  " is given, but only quantised caches have scales and this version of the op "
+                  "library takes float32, float16 and bfloat16 caches; leave it out."),
+             ort::kNotImplemented);
+    }
+  }
+  check_types(check, activation_type, cache_type);
+  check_heads(check, &p);
+  check_lengths(check, &p);
+  check_rotary(check, attributes, &p);
+  check_bias(check, &p);
+  for (AttentionInput input : {kAlibiSlopes, kHeadSink}) {
+    if (!check[input].exists) continue;
+    check.require_rank(input, 1, "[num_heads]");
+    check.require_dim(input, 0, p.num_heads, "num_heads");
+  }
+
+  p.scale = attributes.scale != 0.0F ? attributes.scale
+                                     : 1.0F / std::sqrt(static_cast<float>(p.head_dim));
+  p.query = check[kQuery].data;
+  p.key = check[kKey].data;
+  p.value = check[kValue].data;
+  p.past_key = check[kPastKey].data;
+  p.past_value = check[kPastValue].data;
+  p.attention_mask = static_cast<const std::int64_t*>(check[kAttentionMask].data);
+  p.cos = static_cast<const float*>(check[kCos].data);
+  p.sin = static_cast<const float*>(check[kSin].data);
+  p.alibi_slopes = static_cast<const float*>(check[kAlibiSlopes].data);
+  p.head_sink = static_cast<const float*>(check[kHeadSink].data);
+  return p;
+}
+
+}  // namespace kvconv

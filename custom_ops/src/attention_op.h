@@ -1,0 +1,65 @@
+// kvconv::FlashAttention, as the parts of its face share it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kvconv/attention.h"
+#include "op_support.h"
+
+namespace kvconv {
+
+enum AttentionInput : std::size_t {
+  kQuery,
+  kKey,
+  kValue,
+  kPastKey,
+  kPastValue,
+  kAttentionMask,
+  kCos,
+  kSin,
+  kAttentionBias,
+  kAlibiSlopes,
+  kHeadSink,
+  kPastKeyScale,
+  kPastValueScale,
+  kPastSequenceLength,
+  kNumAttentionInputs,
+};
+
+enum AttentionOutput : std::size_t {
+  kOutput,
+  kPresentKey,
+  kPresentValue,
+  kPresentKeyScale,
+  kPresentValueScale,
+  kNumAttentionOutputs,
+};
+
+struct AttentionAttributes {
+  std::int64_t num_heads = 0;
+  std::int64_t kv_num_heads = 0;
+  float scale = 0.0F;            // 0 = 1 / sqrt(head_dim)
+  float softcap = 0.0F;          // 0 = off
+  std::int64_t window_size = 0;  // 0 = off
+  bool is_causal = true;
+  bool rotary_interleaved = false;
+  std::int64_t rotary_dim = 0;  // 0 = the whole head
+};
+
+using AttentionInputs = std::array<Tensor, kNumAttentionInputs>;
+
+// Reads and checks a node's attributes; throws OpError.
+AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* info);
+
+// Checks every input against the others and returns what a kernel needs, all but the outputs.
+// Throws OpError, naming both numbers that disagree.
+AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
+                             DataType activation_type, DataType cache_type);
+
+// The CustomOp table: one entry per provider, activation type and cache type.
+std::vector<const ort::CustomOp*> attention_ops();
+
+}  // namespace kvconv

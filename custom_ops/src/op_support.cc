@@ -1,0 +1,96 @@
+#include "op_support.h"
+
+namespace kvconv {
+namespace {
+
+// Frees the status and tells whether it meant success.
+bool succeeded(const ort::Api* api, ort::Status* status) {
+  if (status == nullptr) return true;
+  ort::release_status(api, status);
+  return false;
+}
+
+// ONNX Runtime reports an absent attribute and one of another type alike; this tells them apart.
+void throw_if_other_type(const ort::Api* api, const ort::KernelInfo* info, const char* name,
+                         const char* wanted) {
+  std::int64_t number = 0;
+  float real = 0.0F;
+  std::size_t size = 0;
+  if (succeeded(api, ort::get_attribute_int64(api, info, name, &number)) ||
+      succeeded(api, ort::get_attribute_float(api, info, name, &real)) ||
+      succeeded(api, ort::get_attribute_string(api, info, name, nullptr, &size))) {
+    throw OpError{text("kvconv::FlashAttention: attribute ", name, " must be ", wanted, ".")};
+  }
+}
+
+}  // namespace
+
+Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index) {
+  Tensor tensor;
+  const ort::Value* value = nullptr;
+  throw_if_failed(ort::get_input(api, context, index, &value));
+  if (value == nullptr) return tensor;
+  tensor.exists = true;
+
+  ort::TensorInfo* info = nullptr;
+  throw_if_failed(ort::get_tensor_type_and_shape(api, value, &info));
+  struct Release {
+    const ort::Api* api;
+    ort::TensorInfo* info;
+    ~Release() { ort::release_tensor_info(api, info); }
+  } release{api, info};
+  throw_if_failed(ort::get_tensor_element_type(api, info, &tensor.type));
+  std::size_t rank = 0;
+  throw_if_failed(ort::get_dimensions_count(api, info, &rank));
+  tensor.shape.resize(rank);
+  throw_if_failed(ort::get_dimensions(api, info, tensor.shape.data(), rank));
+
+  void* data = nullptr;  // the ABI has no const variant at this version; nothing is written
+  throw_if_failed(ort::get_tensor_mutable_data(api, const_cast<ort::Value*>(value), &data));
+  tensor.data = data;
+  return tensor;
+}
+
+void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t index,
+                  const std::vector<std::int64_t>& shape) {
+  ort::Value* value = nullptr;
+  throw_if_failed(ort::get_output(api, context, index, shape.data(), shape.size(), &value));
+  if (value == nullptr) {
+    throw OpError{text("kvconv::FlashAttention: output ", index,
+                       " is absent; output, present_key and present_value must all be there.")};
+  }
+  void* data = nullptr;
+  throw_if_failed(ort::get_tensor_mutable_data(api, value, &data));
+  return data;
+}
+
+std::int64_t read_int(const ort::Api* api, const ort::KernelInfo* info, const char* name,
+                      std::int64_t default_value) {
+  std::int64_t value = 0;
+  if (succeeded(api, ort::get_attribute_int64(api, info, name, &value))) return value;
+  throw_if_other_type(api, info, name, "an integer");
+  return default_value;
+}
+
+float read_float(const ort::Api* api, const ort::KernelInfo* info, const char* name,
+                 float default_value) {
+  float value = 0.0F;
+  if (succeeded(api, ort::get_attribute_float(api, info, name, &value))) return value;
+  throw_if_other_type(api, info, name, "a float");
+  return default_value;
+}
+
+std::string read_string(const ort::Api* api, const ort::KernelInfo* info, const char* name,
+                        const std::string& default_value) {
+  std::size_t size = 0;  // with the terminating zero
+  if (!succeeded(api, ort::get_attribute_string(api, info, name, nullptr, &size))) {
+    throw_if_other_type(api, info, name, "a string");
+    return default_value;
+  }
+  std::string value(size, '\0');
+  throw_if_failed(ort::get_attribute_string(api, info, name, value.data(), &size));
+  value.resize(size > 0 ? size - 1 : 0);
+  return value;
+}
+
+}  // namespace kvconv

@@ -1,0 +1,293 @@
+"""Generation: prompts in, a stream of tokens and text out.
+
+`Generator` drives one `Session`; each call of `generate` has its own cache, unless one is given,
+and its own rows. Scheduling many requests is not done here.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconv.errors import CacheFullError, PromptError
+from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.chat_template import ChatTemplate, Message
+from kvconv.runtime.kv_cache import KVCache
+from kvconv.runtime.ort_options import Provider
+from kvconv.runtime.row import GenerationEvent, Row
+from kvconv.runtime.sampling import SamplingParams
+from kvconv.runtime.session import Session, check_max_sequence_length
+from kvconv.runtime.tokenizer import Tokenizer
+
+PREFILL_CHUNK_TOKENS = 512
+"""Tokens per row in one run of the prefill: bounds the activations, and lets Ctrl-C through."""
+
+GREEDY = SamplingParams()
+
+# Padding is masked, so any token does; models do not agree on one, and some have none.
+_PADDING_ID = 0
+
+
+class Generator:
+    """Generates text from a bundle.
+
+    Args:
+        session: The loaded model.
+        tokenizer: Of the same bundle.
+        max_sequence_length: Most tokens, prompt and new, of a generation; None for the model's.
+
+    Raises:
+        CacheFullError: max_sequence_length is more than the model holds.
+    """
+
+    def __init__(
+        self, session: Session, tokenizer: Tokenizer, *, max_sequence_length: int | None = None
+    ) -> None:
+        self.session = session
+        self.tokenizer = tokenizer
+        manifest = session.manifest
+        self.max_sequence_length = manifest.max_sequence_length
+        if max_sequence_length is not None:
+            check_max_sequence_length(manifest, max_sequence_length)
+            self.max_sequence_length = max_sequence_length
+        self._eos_token_ids = frozenset(manifest.eos_token_ids)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        max_sequence_length: int | None = None,
+        threads: int | None = None,
+        provider: Provider = "cpu",
+        use_bundle_library: bool = False,
+    ) -> "Generator":
+        """Open a bundle and load its model.
+
+        Args:
+            path: The bundle.
+            max_sequence_length: Most tokens, prompt and new; None for the model's.
+            threads: See `Session`.
+            provider: See `Session`.
+            use_bundle_library: See `Session`.
+
+        Raises:
+            BundleError: The bundle is missing or damaged.
+            LibraryError: The op library is absent or does not suit.
+            ProviderError: The provider is not available.
+        """
+        bundle = Bundle.open(path)
+        tokenizer = Tokenizer.open(bundle)
+        session = Session(
+            bundle, threads=threads, provider=provider, use_bundle_library=use_bundle_library
+        )
+        return cls(session, tokenizer, max_sequence_length=max_sequence_length)
+
+    def encode(self, prompt: str, *, chat_template: bool = False) -> list[int]:
+        """Return a prompt's token ids.
+
+        Args:
+            prompt: Raw text, encoded with the special tokens that the model expects.
+            chat_template: Wrap it as one user turn first.
+
+        Raises:
+            PromptError: The prompt cannot be encoded, or the bundle has no chat template.
+        """
+        if chat_template:
+            return self.encode_chat([{"role": "user", "content": prompt}])
+        return self.tokenizer.encode(prompt)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation, up to where the model answers.
+
+        Raises:
+            PromptError: The bundle has no chat template, or it refuses the conversation.
+        """
+        template = ChatTemplate.open(self.session.bundle)
+        return self.tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+    def stream(
+        self, prompt: str, params: SamplingParams = GREEDY, *, chat_template: bool = False
+    ) -> Iterator[str]:
+        """Yield the answer to one prompt, piece by piece.
+
+        Args:
+            prompt: Raw text, or what the user says.
+            params: How to choose tokens and when to stop.
+            chat_template: Wrap the prompt as one user turn.
+
+        Raises:
+            PromptError: The prompt is empty, or the bundle has no chat template.
+            CacheFullError: The prompt does not fit.
+        """
+        events = self.generate([self.encode(prompt, chat_template=chat_template)], params)
+        return (event.text for event in events if event.text)
+
+    def new_cache(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
+    ) -> KVCache:
+        """Make a cache as large as a generation needs, within max_sequence_length.
+
+        Args:
+            prompts: Token ids per row.
+            params: Says how many tokens may be added.
+
+        Raises:
+            PromptError: A prompt is empty.
+            CacheFullError: The longest prompt leaves no room for a token.
+        """
+        longest = _longest(prompts)
+        capacity = min(longest + params.max_new_tokens, self.max_sequence_length)
+        _check_fit(longest, capacity)
+        return self.session.new_cache(len(prompts), capacity)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams = GREEDY,
+        *,
+        cache: KVCache | None = None,
+    ) -> Iterator[GenerationEvent]:
+        """Generate for all prompts at once, and yield one event per new token.
+
+        A batch gives each row the tokens that the row alone would get; shorter prompts are padded
+        on the left, which takes cache slots.
+
+        Args:
+            prompts: Token ids per row, one row or more.
+            params: How to choose tokens and when to stop.
+            cache: Empty, of as many rows; None for one of `new_cache`. It keeps all tokens that
+                were run, which is every token but the last.
+
+        Raises:
+            PromptError: A prompt is empty.
+            CacheFullError: The longest prompt leaves no room for a token; nothing has run.
+        """
+        if cache is None:
+            cache = self.new_cache(prompts, params)
+        if cache.length > 0 or cache.batch_size != len(prompts):
+            raise ValueError(
+                f"The cache holds {cache.length} tokens of {cache.batch_size} rows; it must be "
+                f"empty, with {len(prompts)} rows"
+            )
+        longest = _longest(prompts)
+        _check_fit(longest, cache.capacity)
+        limit = min(params.max_new_tokens, cache.capacity - longest)
+        rows = [
+            Row(i, prompt, params, limit, self.tokenizer, self._eos_token_ids)
+            for i, prompt in enumerate(prompts)
+        ]
+        return self._generate(rows, cache, longest)
+
+    def prefill(
+        self,
+        cache: KVCache,
+        input_ids: npt.NDArray[np.int64],
+        attention_mask: npt.NDArray[np.int64] | None = None,
+        *,
+        chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+        out: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Run prompts in chunks and return the logits of their last tokens.
+
+        Args:
+            cache: Grows by sequence_length.
+            input_ids: [batch_size, sequence_length].
+            attention_mask: [batch_size, cache.length + sequence_length or wider]; None for ones.
+            chunk_tokens: Tokens per row and run, >= 1.
+            out: [batch_size, 1, vocab_size] to write into; None for a new array.
+
+        Returns:
+            [batch_size, 1, vocab_size] float32.
+
+        Raises:
+            CacheFullError: The prompts do not fit; nothing has run.
+        """
+        cache.check_room(input_ids.shape[1])
+        logits = self._run(cache, input_ids[:, :chunk_tokens], attention_mask, out)
+        for start in range(chunk_tokens, input_ids.shape[1], chunk_tokens):
+            chunk = input_ids[:, start : start + chunk_tokens]
+            logits = self._run(cache, chunk, attention_mask, logits)
+        return logits
+
+    def decode(
+        self,
+        cache: KVCache,
+        token_ids: npt.NDArray[np.int64],
+        attention_mask: npt.NDArray[np.int64] | None = None,
+        *,
+        out: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Run one token per row and return the logits of what follows.
+
+        Args:
+            cache: Grows by one.
+            token_ids: [batch_size].
+            attention_mask: [batch_size, cache.length + 1 or wider]; None for all ones.
+            out: [batch_size, 1, vocab_size] to write into; None for a new array.
+
+        Returns:
+            [batch_size, 1, vocab_size] float32.
+
+        Raises:
+            CacheFullError: The cache is full; nothing has run.
+        """
+        return self._run(cache, token_ids[:, np.newaxis], attention_mask, out)
+
+    def _run(
+        self,
+        cache: KVCache,
+        input_ids: npt.NDArray[np.int64],
+        attention_mask: npt.NDArray[np.int64] | None,
+        out: npt.NDArray[np.float32] | None,
+    ) -> npt.NDArray[np.float32]:
+        total = cache.length + input_ids.shape[1]
+        mask = None if attention_mask is None else attention_mask[:, :total]
+        return self.session.run(cache, input_ids, attention_mask=mask, out=out)
+
+    def _generate(self, rows: list[Row], cache: KVCache, longest: int) -> Iterator[GenerationEvent]:
+        # 1. Pad on the left, so that all prompts end in the same slot.
+        input_ids = np.full((len(rows), longest), _PADDING_ID, np.int64)
+        mask = np.ones((len(rows), cache.capacity), np.int64)
+        for row in rows:
+            padding = longest - len(row.token_ids)
+            input_ids[row.index, padding:] = row.token_ids
+            mask[row.index, :padding] = 0
+        # 2. Run the prompts; these logits' memory serves every step.
+        logits = self.prefill(cache, input_ids, mask)
+        token_ids = np.full(len(rows), _PADDING_ID, np.int64)
+        while True:
+            # 3. Choose a token for each row that goes on; the others are fed padding.
+            for row in rows:
+                if row.finish_reason is None:
+                    event = row.step(logits[row.index, -1])
+                    is_done = event.finish_reason is not None
+                    token_ids[row.index] = _PADDING_ID if is_done else event.token_id
+                    yield event
+            if all(row.finish_reason is not None for row in rows):
+                return
+            # 4. Run the chosen tokens.
+            logits = self.decode(cache, token_ids, mask, out=logits)
+
+
+def _longest(prompts: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens of the longest prompt.
+
+    Raises:
+        PromptError: There is no prompt, or an empty one.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise PromptError("The prompt is empty: it has no tokens. Give some text to continue.")
+    return max(len(prompt) for prompt in prompts)
+
+
+def _check_fit(longest: int, capacity: int) -> None:
+    if longest >= capacity:
+        raise CacheFullError(
+            f"The prompt has {longest} tokens and one more must fit, but the cache holds "
+            f"{capacity}. Raise --max-sequence-length (at most what the model was exported for), "
+            f"or shorten the prompt.",
+            needed=longest + 1,
+            capacity=capacity,
+        )

@@ -1,0 +1,242 @@
+"""KV caches: who owns the memory of keys and values, and how a run sees it.
+
+`SharedBufferCache` (flash bundles) binds past and present to the same memory, so a run copies
+nothing; `ConcatCache` (standard bundles) takes each run's longer presents as the next pasts. Both
+live in host memory. Rings, blocks and quantised elements can come behind the same interface.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from kvconv import names
+from kvconv.errors import CacheFullError
+from kvconv.manifest import CacheLayer
+
+# dtype -> (type of the numpy array that owns the memory, ONNX TensorProto element type). numpy has
+# no bfloat16; ONNX Runtime is told what the 16 bits mean.
+_ELEMENT_TYPES: dict[str, tuple[npt.DTypeLike, int]] = {
+    "float32": (np.float32, 1),
+    "float16": (np.float16, 10),
+    "bfloat16": (np.uint16, 16),
+}
+_ALIGNMENT_BYTES = 64
+
+
+class CacheTensor(NamedTuple):
+    """One key or value tensor: memory owned by numpy, and ONNX Runtime's view of it.
+
+    Attributes:
+        array: [batch_size, num_key_value_heads, slots, head_dim] (BNSH).
+        value: The same memory with its ONNX type.
+    """
+
+    array: npt.NDArray[Any]
+    value: onnxruntime.OrtValue
+
+
+class KVCache(ABC):
+    """The keys and values of a batch of sequences, for all layers.
+
+    A run goes `prepare_run`, the run itself, `commit_run`; a run that fails is not committed and
+    leaves the cache as it was. One thread at a time.
+
+    Attributes:
+        batch_size: Sequences held.
+        capacity: Most tokens per sequence.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[CacheLayer],
+        batch_size: int,
+        capacity: int,
+        new_binding: Callable[[], onnxruntime.IOBinding],
+    ) -> None:
+        self.batch_size = batch_size
+        self.capacity = capacity
+        self._layers = tuple(layers)
+        self._new_binding = new_binding
+        self._binding = new_binding()
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens per sequence in the cache now, padding included."""
+        return self._length
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all buffers held now."""
+
+    def check_room(self, sequence_length: int) -> None:
+        """Refuse a run that would not fit; changes nothing.
+
+        Raises:
+            CacheFullError: length + sequence_length would pass the capacity.
+        """
+        needed = self._length + sequence_length
+        if needed > self.capacity:
+            raise CacheFullError(
+                f"The run needs {needed} cache slots ({self._length} cached and {sequence_length} "
+                f"new tokens), and the cache has {self.capacity}. Give it a larger "
+                f"max_sequence_length (--max-sequence-length), or rewind or reset it.",
+                needed=needed,
+                capacity=self.capacity,
+            )
+
+    @abstractmethod
+    def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
+        """Return the binding for a run of so many new tokens, pasts and presents bound.
+
+        The caller binds the other inputs and outputs, and asks `check_room` first. The binding is
+        valid until the next call of any method.
+        """
+
+    @abstractmethod
+    def commit_run(self, sequence_length: int) -> None:
+        """Count the new tokens as cached, after the prepared run succeeded."""
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from slot `length` on.
+
+        Args:
+            length: In [0, self.length]; ValueError otherwise.
+        """
+
+    def reset(self) -> None:
+        """Forget all tokens; a shared buffer keeps its memory."""
+        self.rewind(0)
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """Return an independent copy with the same tokens and capacity."""
+
+    def _new_tensors(self, slots: int) -> list[CacheTensor]:
+        """Allocate key and value of every layer, in graph order; the content is undefined."""
+        return [
+            _new_tensor((self.batch_size, layer.num_key_value_heads, slots, width), layer.dtype)
+            for layer in self._layers
+            for width in (layer.key_head_dim, layer.value_head_dim)
+        ]
+
+    def _bind(self, pasts: Sequence[CacheTensor], presents: Sequence[CacheTensor]) -> None:
+        for i in range(len(self._layers)):
+            self._binding.bind_ortvalue_input(names.past_key(i), pasts[2 * i].value)
+            self._binding.bind_ortvalue_input(names.past_value(i), pasts[2 * i + 1].value)
+            self._binding.bind_ortvalue_output(names.present_key(i), presents[2 * i].value)
+            self._binding.bind_ortvalue_output(names.present_value(i), presents[2 * i + 1].value)
+
+    def _check_rewind(self, length: int) -> None:
+        if not 0 <= length <= self._length:
+            raise ValueError(f"length is {length}; it must be in [0, {self._length}]")
+
+
+class SharedBufferCache(KVCache):
+    """Buffers of full capacity, allocated once; past and present are the same memory."""
+
+    def __init__(
+        self,
+        layers: Sequence[CacheLayer],
+        batch_size: int,
+        capacity: int,
+        new_binding: Callable[[], onnxruntime.IOBinding],
+    ) -> None:
+        super().__init__(layers, batch_size, capacity, new_binding)
+        # The memory is not touched: the system backs a slot only when a token is written to it.
+        self._tensors = self._new_tensors(capacity)
+        self._bind(self._tensors, self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, used or not."""
+        return sum(tensor.array.nbytes for tensor in self._tensors)
+
+    def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
+        """Return the one binding: the op finds the first free slot from the mask's width."""
+        return self._binding
+
+    def commit_run(self, sequence_length: int) -> None:
+        """Count the new tokens as cached."""
+        self._length += sequence_length
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from slot `length` on, by counting them as free."""
+        self._check_rewind(length)
+        self._length = length
+
+    def fork(self) -> Self:
+        """Return a copy; only slots in use are copied."""
+        copy = type(self)(self._layers, self.batch_size, self.capacity, self._new_binding)
+        for source, target in zip(self._tensors, copy._tensors, strict=True):
+            target.array[:, :, : self._length] = source.array[:, :, : self._length]
+        copy._length = self._length
+        return copy
+
+
+class ConcatCache(KVCache):
+    """Tensors exactly as long as the tokens they hold, replaced by longer ones in every run."""
+
+    def __init__(
+        self,
+        layers: Sequence[CacheLayer],
+        batch_size: int,
+        capacity: int,
+        new_binding: Callable[[], onnxruntime.IOBinding],
+    ) -> None:
+        super().__init__(layers, batch_size, capacity, new_binding)
+        self._pasts = self._new_tensors(0)
+        self._presents: list[CacheTensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens cached now; a run needs the longer presents beside them."""
+        return sum(tensor.array.nbytes for tensor in self._pasts)
+
+    def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
+        """Allocate presents that are longer by the new tokens, and bind them."""
+        self._presents = self._new_tensors(self._length + sequence_length)
+        self._bind(self._pasts, self._presents)
+        return self._binding
+
+    def commit_run(self, sequence_length: int) -> None:
+        """Make the presents the next run's pasts."""
+        self._pasts, self._presents = self._presents, []
+        self._length += sequence_length
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from slot `length` on, by copying those that stay."""
+        self._check_rewind(length)
+        if length < self._length:
+            self._pasts = self._copy_pasts(length)
+            self._length = length
+
+    def fork(self) -> Self:
+        """Return a copy of all tokens."""
+        copy = type(self)(self._layers, self.batch_size, self.capacity, self._new_binding)
+        copy._pasts = self._copy_pasts(self._length)
+        copy._length = self._length
+        return copy
+
+    def _copy_pasts(self, length: int) -> list[CacheTensor]:
+        tensors = self._new_tensors(length)
+        for source, target in zip(self._pasts, tensors, strict=True):
+            target.array[...] = source.array[:, :, :length]
+        return tensors
+
+
+def _new_tensor(shape: tuple[int, ...], dtype: str) -> CacheTensor:
+    """Allocate without touching the memory, on a boundary that suits vector loads."""
+    storage, element_type = _ELEMENT_TYPES[dtype]
+    num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    array = memory[start : start + num_bytes].view(storage).reshape(shape)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type)
+    return CacheTensor(array, value)

@@ -1,0 +1,116 @@
+"""How ONNX Runtime is set up for a bundle: options, op library, providers, and its errors."""
+
+import os
+from typing import Literal
+
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state
+
+from kvconv import custom_ops, names
+from kvconv.errors import LibraryError, ProviderError
+from kvconv.runtime.bundle import Bundle
+
+Provider = Literal["cpu", "cuda"]
+_PROVIDERS: dict[str, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_FATAL_ONLY = 4
+
+# ONNX Runtime's exceptions share no base of their own; runs with I/O binding raise RuntimeError.
+ORT_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    *(
+        value
+        for value in vars(onnxruntime_pybind11_state).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ),
+)
+
+
+def reason(error: Exception) -> str:
+    """Return what ONNX Runtime says, ready to be followed by another sentence."""
+    return str(error).rstrip(". \n") + "."
+
+
+def session_options(threads: int | None) -> onnxruntime.SessionOptions:
+    """Return options for growing caches and a quiet terminal.
+
+    Args:
+        threads: Threads of the pool, >= 1; None for one per core this process may use.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = _default_threads() if threads is None else threads
+    # Every decode step has new shapes, so a plan of the memory would never be used again.
+    options.enable_mem_pattern = False
+    # All errors arrive as exceptions; the terminal belongs to the text.
+    options.log_severity_level = _FATAL_ONLY
+    return options
+
+
+def _default_threads() -> int:
+    """Return 0 (one thread per physical core) unless this process may use only some cores."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 0
+    usable = len(os.sched_getaffinity(0))
+    return usable if usable < (os.cpu_count() or usable) else 0
+
+
+def register_library(
+    options: onnxruntime.SessionOptions, bundle: Bundle, use_bundle_library: bool
+) -> None:
+    """Give the session the op library, if the bundle's graph needs it.
+
+    Raises:
+        LibraryError: The library is absent, too old, or refused by ONNX Runtime.
+    """
+    op_version = bundle.manifest.op_version
+    if op_version is None:
+        return
+    if not use_bundle_library:
+        if op_version > names.OP_VERSION:
+            raise LibraryError(
+                f"The bundle {bundle.path} needs version {op_version} of the {names.OP_DOMAIN} "
+                f"operators; the installed library has {names.OP_VERSION}. Upgrade kvconv, or, if "
+                f"you trust who made the bundle, use its own library with --use-bundle-library."
+            )
+        custom_ops.register(options)
+        return
+    if names.LIBRARY_FILE not in bundle:
+        raise LibraryError(
+            f"The bundle {bundle.path} carries no {names.LIBRARY_FILE}. Leave out "
+            f"--use-bundle-library to use the installed one."
+        )
+    try:
+        options.register_custom_ops_library(str(bundle.file(names.LIBRARY_FILE)))
+    except ORT_ERRORS as error:
+        raise LibraryError(
+            f"ONNX Runtime {onnxruntime.__version__} refuses {bundle.path / names.LIBRARY_FILE}: "
+            f"{reason(error)} Leave out --use-bundle-library to use the installed one."
+        ) from error
+
+
+def execution_providers(bundle: Bundle, provider: Provider) -> list[str]:
+    """Return ONNX Runtime's names of the provider asked for and of those it needs.
+
+    Raises:
+        ProviderError: It is not available, or has no kernel for the bundle's attention.
+    """
+    available = onnxruntime.get_available_providers()
+    if provider not in _PROVIDERS or _PROVIDERS[provider] not in available:
+        usable = [name for name, full in _PROVIDERS.items() if full in available]
+        raise ProviderError(
+            f"The provider {provider!r} is not available; this onnxruntime has "
+            f"{', '.join(usable)}. Use one of them, or see `kvconv doctor`.",
+            provider=provider,
+            available=usable,
+        )
+    if provider == "cpu":
+        return [_PROVIDERS["cpu"]]
+    if bundle.manifest.op_version is not None:
+        # ONNX Runtime would run the op on the CPU and copy every cache to and fro, in silence.
+        raise ProviderError(
+            f"The op library has no CUDA kernel for the {bundle.manifest.attention} attention of "
+            f"{bundle.path}. Use --provider cpu, or export with --attention standard.",
+            provider=provider,
+            available=["cpu"],
+        )
+    # The CPU provider carries the few operators on shapes.
+    return [_PROVIDERS[provider], _PROVIDERS["cpu"]]

@@ -1,0 +1,242 @@
+"""A session: one model in ONNX Runtime, run over a `KVCache` through I/O binding.
+
+Keys and values stay where they are; a run takes token ids and gives logits. Everything that can be
+refused (op version, provider, graph names, capacity, shapes) is refused before anything runs.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from kvconv import names, plan
+from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
+from kvconv.manifest import Manifest
+from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.kv_cache import ConcatCache, KVCache, SharedBufferCache
+from kvconv.runtime.ort_options import (
+    ORT_ERRORS,
+    Provider,
+    execution_providers,
+    reason,
+    register_library,
+    session_options,
+)
+
+
+class Session:
+    """A bundle loaded into ONNX Runtime.
+
+    Sessions hold no tokens: each cache is a sequence batch of its own, and runs of different
+    caches may interleave.
+
+    Args:
+        bundle: The opened bundle.
+        threads: Threads of ONNX Runtime's pool, >= 1; None for one per core this process may use.
+        provider: `cpu` or `cuda`.
+        use_bundle_library: Load the op library that came with the bundle, which is code from
+            whoever made the bundle, instead of the installed one.
+
+    Raises:
+        LibraryError: The op library is absent, too old, or refused by ONNX Runtime.
+        ProviderError: The provider is not available here.
+        BundleError: The model does not load, or is not what the manifest says.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        threads: int | None = None,
+        provider: Provider = "cpu",
+        use_bundle_library: bool = False,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads is {threads}; it must be at least 1")
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.provider = provider
+        for i, layer in enumerate(self.manifest.cache_layers):
+            if layer.cache_mode != "auto":
+                raise BundleError(
+                    f"Layer {i} has a cache of mode {layer.cache_mode!r}; this runtime drives "
+                    f"'auto'. Export the model without it, or upgrade kvconv.",
+                    file=names.MANIFEST_FILE,
+                )
+        providers = execution_providers(bundle, provider)
+        options = session_options(threads)
+        register_library(options, bundle, use_bundle_library)
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(bundle.file(names.MODEL_FILE)), options, providers=providers
+            )
+        except ORT_ERRORS as error:
+            raise BundleError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot load {names.MODEL_FILE} of "
+                f"{bundle.path}: {reason(error)} Check the files with `kvconv inspect --check "
+                f"{bundle.path}`; if they are whole, upgrade onnxruntime or export again.",
+                file=names.MODEL_FILE,
+            ) from error
+        if providers[0] not in self._session.get_providers():
+            raise ProviderError(
+                f"ONNX Runtime has {providers[0]} but could not start it (are its CUDA and cuDNN "
+                f"libraries installed?). Use --provider cpu, or see `kvconv doctor`.",
+                provider=provider,
+                available=self._session.get_providers(),
+            )
+        self._check_names()
+
+    def new_cache(self, batch_size: int, max_sequence_length: int) -> KVCache:
+        """Make an empty cache of the kind that the bundle's attention takes.
+
+        Args:
+            batch_size: Sequences, >= 1.
+            max_sequence_length: Capacity in tokens per sequence, >= 1.
+
+        Raises:
+            CacheFullError: The model cannot hold so many tokens.
+            MemoryError: The machine has less memory than the full cache takes.
+        """
+        if batch_size < 1 or max_sequence_length < 1:
+            raise ValueError(
+                f"batch_size is {batch_size} and max_sequence_length {max_sequence_length}; both "
+                f"must be at least 1"
+            )
+        check_max_sequence_length(self.manifest, max_sequence_length)
+        # The system backs buffers only as they fill, and would kill the process half-way.
+        needed = plan.kv_cache_bytes(
+            self.manifest.cache_layers,
+            batch_size=batch_size,
+            max_sequence_length=max_sequence_length,
+        )
+        there_is = plan.physical_memory_bytes()
+        if there_is is not None and needed > there_is:
+            raise MemoryError(
+                f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "
+                f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
+                f"max_sequence_length (--max-sequence-length) takes less"
+            )
+        kind = SharedBufferCache if self.manifest.attention == "flash" else ConcatCache
+        return kind(
+            self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
+        )
+
+    def run(
+        self,
+        cache: KVCache,
+        input_ids: npt.ArrayLike,
+        *,
+        attention_mask: npt.ArrayLike | None = None,
+        position_ids: npt.ArrayLike | None = None,
+        num_logits_to_keep: int = 1,
+        out: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Append tokens to a cache and return the logits of the last ones.
+
+        Args:
+            cache: Made by this session; its tokens come before the new ones.
+            input_ids: [batch_size, sequence_length] int64, sequence_length >= 1.
+            attention_mask: [batch_size, cache.length + sequence_length] int64, 1 = attend;
+                column j is cache slot j. None for all ones.
+            position_ids: [batch_size, sequence_length] int64. None to count the mask's ones.
+            num_logits_to_keep: Logits wanted from the end; 0 for those of all new tokens.
+            out: [batch_size, kept, vocab_size] float32, contiguous, to write the logits into;
+                None for a new array.
+
+        Returns:
+            [batch_size, kept, vocab_size] float32: `out`, or a new array.
+
+        Raises:
+            CacheFullError: The tokens do not fit; nothing is written and nothing has run.
+        """
+        ids = np.ascontiguousarray(input_ids, np.int64)
+        if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
+            raise ValueError(f"input_ids is {ids.shape}; it must be [{cache.batch_size}, >= 1]")
+        if ids.min() < 0:
+            raise ValueError(f"input_ids holds {ids.min()}; token ids are not negative")
+        if num_logits_to_keep < 0:
+            raise ValueError(f"num_logits_to_keep is {num_logits_to_keep}; it must be >= 0")
+        batch_size, sequence_length = ids.shape
+        cache.check_room(sequence_length)
+        total = cache.length + sequence_length
+        mask = _array(
+            "attention_mask",
+            np.ones((batch_size, total)) if attention_mask is None else attention_mask,
+            (batch_size, total),
+        )
+        kept = min(num_logits_to_keep or sequence_length, sequence_length)
+        shape = (batch_size, kept, self.manifest.vocab_size)
+        logits = np.empty(shape, np.float32) if out is None else out
+        if logits.shape != shape or logits.dtype != np.float32 or not logits.flags.c_contiguous:
+            raise ValueError(f"out is {logits.dtype} {logits.shape}; it must be float32 {shape}")
+
+        binding = cache.prepare_run(sequence_length)
+        binding.bind_cpu_input(names.INPUT_IDS, ids)
+        binding.bind_cpu_input(names.ATTENTION_MASK, mask)
+        if names.POSITION_IDS in self.manifest.inputs:
+            positions = _positions(mask, cache.length) if position_ids is None else position_ids
+            binding.bind_cpu_input(names.POSITION_IDS, _array("position_ids", positions, ids.shape))
+        # bind_cpu_input does not find overridable initializers.
+        keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(num_logits_to_keep, np.int64))
+        binding.bind_ortvalue_input(names.NUM_LOGITS_TO_KEEP, keep)
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(logits)
+        binding.bind_ortvalue_output(names.LOGITS, value)
+        try:
+            self._session.run_with_iobinding(binding)
+        except ORT_ERRORS as error:
+            raise KvconvError(
+                f"ONNX Runtime failed while running {self.bundle.path}: {reason(error)} The cache "
+                f"is as it was; `kvconv inspect --check {self.bundle.path}` checks the files."
+            ) from error
+        cache.commit_run(sequence_length)
+        return logits
+
+    def _check_names(self) -> None:
+        """The graph must take and give what the manifest says, and what every run binds."""
+        takes = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
+        found_inputs = {value.name for value in takes}
+        found_outputs = {value.name for value in self._session.get_outputs()}
+        required = {names.INPUT_IDS, names.ATTENTION_MASK, names.NUM_LOGITS_TO_KEEP}
+        outputs = {names.LOGITS}
+        for i in range(len(self.manifest.cache_layers)):
+            required |= {names.past_key(i), names.past_value(i)}
+            outputs |= {names.present_key(i), names.present_value(i)}
+        wrong = (found_inputs ^ set(self.manifest.inputs)) | (required - found_inputs)
+        wrong |= (found_outputs ^ set(self.manifest.outputs)) | (outputs - found_outputs)
+        if wrong:
+            raise BundleError(
+                f"{names.MODEL_FILE} of {self.bundle.path} does not have the inputs and outputs "
+                f"that the manifest says; they differ in {', '.join(sorted(wrong))}. Export the "
+                f"model again.",
+                file=names.MODEL_FILE,
+            )
+
+
+def check_max_sequence_length(manifest: Manifest, max_sequence_length: int) -> None:
+    """Refuse a capacity that the model was not exported for.
+
+    Raises:
+        CacheFullError: The model cannot hold so many tokens.
+    """
+    limit = manifest.max_sequence_length
+    if max_sequence_length > limit:
+        raise CacheFullError(
+            f"max_sequence_length is {max_sequence_length}; this bundle of "
+            f"{manifest.source.model} holds at most {limit} tokens. Use --max-sequence-length "
+            f"{limit} or less, or export the model again with a larger one.",
+            needed=max_sequence_length,
+            capacity=limit,
+        )
+
+
+def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    array = np.ascontiguousarray(value, np.int64)
+    if array.shape != shape:
+        raise ValueError(f"{name} is {array.shape}; it must be {shape}")
+    return array
+
+
+def _positions(mask: npt.NDArray[np.int64], past: int) -> npt.NDArray[np.int64]:
+    """Return how many tokens that may be attended to come before each new one."""
+    before = mask[:, :past].sum(axis=1, keepdims=True)
+    positions = before + np.cumsum(mask[:, past:], axis=1) - 1
+    return np.asarray(np.maximum(positions, 0))

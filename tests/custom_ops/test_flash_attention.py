@@ -1,0 +1,414 @@
+"""kvconv::FlashAttention through ONNX Runtime against the float64 oracle of tests/reference.py.
+
+The kernel's tile is 64 keys and its blocks are up to 64 query rows, so sizes around those count.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+import single_node
+from tolerances import assert_close
+
+Mode = Literal["shared", "past_sequence_length", "concat"]
+MODES: tuple[Mode, ...] = ("shared", "past_sequence_length", "concat")
+TILE = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the op: sizes, features and types. Every input is random from `seed`."""
+
+    batch: int = 1
+    new: int = 5
+    past: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 16
+    value_width: int = 0  # 0 = width
+    scale: float = 0.0
+    softcap: float = 0.0
+    window: int = 0
+    causal: bool = True
+    rotary: Literal["", "half", "interleaved"] = ""
+    rotary_dim: int = 0
+    rotary_batch: int = 1
+    padding: Literal["", "left", "right", "holes", "none attended"] = ""
+    bias: tuple[int, ...] | None = None  # 1 where it broadcasts, else anything
+    alibi: bool = False
+    sink: bool = False
+    activation: str = "float32"
+    cache: str = "float32"
+    mode: Mode = "shared"
+    spare: int = 7  # slots of a shared buffer beyond those used
+    threads: int = 1
+    seed: int = 0
+    poison: bool = False  # fill what nobody may read with NaN
+
+    @property
+    def total(self) -> int:
+        return self.past + self.new
+
+    @property
+    def capacity(self) -> int:
+        return self.past if self.mode == "concat" else self.total + self.spare
+
+    @property
+    def attributes(self) -> reference.Attributes:
+        return reference.Attributes(
+            num_heads=self.heads,
+            kv_num_heads=self.kv_heads,
+            scale=self.scale,
+            softcap=self.softcap,
+            window_size=self.window,
+            causal=self.causal,
+            rotary_interleaved=self.rotary == "interleaved",
+            rotary_dim=self.rotary_dim,
+        )
+
+    @property
+    def node_attributes(self) -> dict[str, int | float | str]:
+        return {name: value for name, value in vars(self.attributes).items() if value != 0} | {
+            "causal": int(self.causal),
+            "rotary_interleaved": int(self.rotary == "interleaved"),
+        }
+
+
+def to_cache(x: npt.NDArray, kind: str) -> npt.NDArray:
+    return single_node.to_bfloat16(x) if kind == "bfloat16" else x.astype(kind)
+
+
+def from_cache(x: npt.NDArray, kind: str) -> npt.NDArray:
+    return single_node.from_bfloat16(x) if kind == "bfloat16" else x
+
+
+def make_mask(case: Case, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    mask = np.ones((case.batch, case.total), dtype=np.int64)
+    for b in range(case.batch):
+        length = int(rng.integers(1, case.total)) if case.total > 1 else 0
+        if case.padding == "left":
+            mask[b, :length] = 0
+        elif case.padding == "right":
+            mask[b, length:] = 0
+        elif case.padding == "holes":
+            mask[b] = rng.integers(0, 2, case.total)
+        elif case.padding == "none attended" and b == 0:
+            mask[b] = 0
+    return mask
+
+
+def make_inputs(case: Case) -> dict[str, npt.NDArray]:
+    """Random inputs of the node, in the cache's storage dtype (bfloat16 as uint16 bits)."""
+    rng = np.random.default_rng(case.seed)
+
+    def normal(*shape: int) -> npt.NDArray[np.float32]:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    width, value_width = case.width, case.value_width or case.width
+    inputs: dict[str, npt.NDArray] = {
+        "query": normal(case.batch, case.new, case.heads * width).astype(case.activation),
+        "key": normal(case.batch, case.new, case.kv_heads * width).astype(case.activation),
+        "value": normal(case.batch, case.new, case.kv_heads * value_width).astype(case.activation),
+    }
+    for name, size in (("past_key", width), ("past_value", value_width)):
+        past = normal(case.batch, case.kv_heads, case.capacity, size)
+        if case.poison:
+            past[:, :, case.past :] = np.nan
+        inputs[name] = to_cache(past, case.cache)
+    mask = make_mask(case, rng)
+    if case.poison:
+        for b, j in np.argwhere(mask[:, : case.past] == 0):
+            inputs["past_key"][b, :, j] = to_cache(np.float32([np.nan]), case.cache)
+            inputs["past_value"][b, :, j] = to_cache(np.float32([np.nan]), case.cache)
+    if case.mode == "past_sequence_length":
+        inputs["past_sequence_length"] = np.array([case.past], dtype=np.int32)
+        if case.padding:  # as wide as the capacity; what lies beyond total must not matter
+            wide = np.ones((case.batch, case.capacity), dtype=np.int64)
+            wide[:, : case.total] = mask
+            inputs["attention_mask"] = wide
+    else:
+        inputs["attention_mask"] = mask
+    if case.rotary:
+        angles = normal(case.rotary_batch, case.new, (case.rotary_dim or width) // 2) * 3
+        inputs["cos"], inputs["sin"] = np.cos(angles), np.sin(angles)
+    if case.bias is not None:
+        full = (case.batch, case.heads, case.new, case.total)[4 - len(case.bias) :]
+        shape = [1 if b == 1 else f for b, f in zip(case.bias, full, strict=True)]
+        inputs["attention_bias"] = normal(*shape).astype(case.activation)
+    if case.alibi:
+        inputs["alibi_slopes"] = (2.0 ** -np.arange(1, case.heads + 1)).astype(np.float32)
+    if case.sink:
+        inputs["head_sink"] = normal(case.heads) * 2
+    return inputs
+
+
+def expected(case: Case, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
+    """What the oracle says the outputs are; caches float32 or wider."""
+    a = case.attributes
+    query = reference.split_heads(inputs["query"], case.heads)
+    key = reference.split_heads(inputs["key"], case.kv_heads)
+    value = reference.split_heads(inputs["value"], case.kv_heads)
+    if case.rotary:
+        cos, sin = inputs["cos"], inputs["sin"]
+        query = reference.rotate(query, cos, sin, interleaved=a.rotary_interleaved)
+        key = reference.rotate(key, cos, sin, interleaved=a.rotary_interleaved)
+    caches = []
+    for name, new in (("past_key", key), ("past_value", value)):
+        past = inputs[name]
+        if case.mode == "concat":
+            grown = np.zeros((*past.shape[:2], case.total, past.shape[3]), dtype=past.dtype)
+            grown[:, :, : case.past] = past
+            past = grown
+        rounded = to_cache(new.astype(np.float32), case.cache)
+        caches.append(reference.append(past, rounded, case.past))
+    output = reference.attention(
+        a,
+        query,
+        *(from_cache(c, case.cache) for c in caches),
+        case.past,
+        mask=inputs.get("attention_mask"),
+        bias=inputs.get("attention_bias"),
+        alibi_slopes=inputs.get("alibi_slopes"),
+        head_sink=inputs.get("head_sink"),
+    )
+    return {"output": output, "present_key": caches[0], "present_value": caches[1]}
+
+
+def check(case: Case) -> dict[str, npt.NDArray]:
+    """Run the case and compare the output and the cache's used slots; return the outputs."""
+    inputs = make_inputs(case)
+    actual = single_node.run(
+        inputs,
+        case.node_attributes,
+        activation=case.activation,
+        cache_type=case.cache,
+        threads=case.threads,
+    )
+    wanted = expected(case, inputs)
+    assert_close(actual["output"], wanted["output"], case.activation, "output")
+    for name in ("present_key", "present_value"):
+        assert actual[name].shape == wanted[name].shape, name
+        used = [x[name][:, :, : case.total] for x in (actual, wanted)]
+        assert_close(*(from_cache(x, case.cache) for x in used), case.cache, name)
+        # The past is copied bit for bit.
+        bits = [x[:, :, : case.past].tobytes() for x in used]
+        assert bits[0] == bits[1], name
+    return actual
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("new", [1, 7, TILE - 1, TILE, TILE + 1])
+@pytest.mark.parametrize("past", [0, 1, TILE - 1, TILE, 90])
+def test_sizes(mode: Mode, heads: tuple[int, int], new: int, past: int) -> None:
+    check(Case(new=new, past=past, heads=heads[0], kv_heads=heads[1], mode=mode, width=8))
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 15, 16, 17, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("value_width", [0, 1, 5, 33, 128])
+def test_head_widths(width: int, value_width: int) -> None:
+    check(Case(new=9, past=70, width=width, value_width=value_width))
+
+
+FEATURES: dict[str, Case] = {
+    "scale": Case(scale=0.7),
+    "softcap": Case(softcap=1.5),
+    "softcap large": Case(softcap=30.0, scale=2.0),
+    "window 1": Case(window=1),
+    "window": Case(window=4),
+    "window of a tile": Case(window=TILE),
+    "not causal": Case(causal=False),
+    "not causal, window": Case(causal=False, window=3),
+    "sinks": Case(sink=True),
+    "alibi": Case(alibi=True),
+    "alibi, not causal": Case(alibi=True, causal=False),
+    "bias": Case(bias=(2, 2, 2, 2)),
+    "bias per batch": Case(bias=(2, 1, 2, 2)),
+    "bias per head": Case(bias=(1, 2, 1, 2)),
+    "bias per query": Case(bias=(1, 1, 2, 1)),
+    "bias per slot": Case(bias=(2,)),
+    "bias of rank 3": Case(bias=(2, 2, 2)),
+    "bias scalar": Case(bias=()),
+    "rotary half": Case(rotary="half"),
+    "rotary interleaved": Case(rotary="interleaved"),
+    "rotary half, partial": Case(rotary="half", rotary_dim=6),
+    "rotary interleaved, partial": Case(rotary="interleaved", rotary_dim=6),
+    "rotary per sequence": Case(rotary="half", rotary_batch=3, batch=3),
+    "left padding": Case(padding="left"),
+    "right padding": Case(padding="right"),
+    "holes": Case(padding="holes"),
+    "nothing attended": Case(padding="none attended"),
+    "nothing attended, sinks": Case(padding="none attended", sink=True),
+    "all of them": Case(
+        softcap=2.0, window=40, sink=True, alibi=True, bias=(2, 2, 2, 2), rotary="half",
+        rotary_batch=3, batch=3, padding="holes", value_width=24,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("new", "past"), [(1, 0), (1, 90), (9, 70), (70, 0)])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str, new: int, past: int, mode: Mode) -> None:
+    feature = FEATURES[name]
+    check(replace(feature, new=new, past=past, mode=mode, batch=3, seed=1))
+
+
+SWITCHES = {
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 1.5},
+    "window": {"window": 4},
+    "causal": {"causal": False},
+    "sinks": {"sink": True},
+    "alibi": {"alibi": True},
+    "bias": {"bias": (2, 2, 2, 2)},
+    "rotary": {"rotary": "half"},
+    "padding": {"padding": "left"},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_feature_changes_the_output(name: str) -> None:
+    """Guards the other tests: a feature that both sides forgot would pass them."""
+    plain = Case(new=9, past=30)
+    outputs = [check(case)["output"] for case in (plain, replace(plain, **SWITCHES[name]))]
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.05
+
+
+@pytest.mark.parametrize("activation", ["float32", "float16"])
+@pytest.mark.parametrize("cache", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("new", "past"), [(1, 130), (20, 45)])
+def test_types(activation: str, cache: str, mode: Mode, new: int, past: int) -> None:
+    check(
+        Case(
+            new=new, past=past, batch=2, activation=activation, cache=cache, mode=mode, width=24,
+            value_width=40, rotary="half", bias=(1, 2, 2, 2), padding="left", sink=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("padding", ["", "left", "holes"])
+def test_long_past_is_split_over_keys(threads: int, window: int, padding: str) -> None:
+    case = Case(new=1, past=2100, batch=2, window=window, padding=padding, sink=True)
+    check(replace(case, threads=threads, width=32))
+
+
+def test_result_does_not_depend_on_threads() -> None:
+    for case in (Case(new=1, past=1500, width=32), Case(new=150, past=40, width=32)):
+        one, two = (check(replace(case, threads=n))["output"] for n in (1, 2))
+        assert np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("padding", ["", "left", "right", "holes"])
+@pytest.mark.parametrize("cache", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("past", [40, 1300])
+def test_nan_in_unseen_slots_does_not_leak(padding: str, cache: str, past: int) -> None:
+    case = Case(new=6, past=past, batch=2, padding=padding, cache=cache, poison=True)
+    assert not np.isnan(check(case)["output"]).any()
+
+
+def test_nan_in_a_later_token_does_not_reach_earlier_queries() -> None:
+    case = Case(new=9, past=3)
+    inputs = make_inputs(case)
+    inputs["key"][0, 5, :4] = np.nan
+    inputs["value"][0, 5, :4] = np.inf
+    actual = single_node.run(inputs, case.node_attributes)["output"]
+    assert_close(actual, expected(case, inputs)["output"], "float32", "output")
+    assert np.isfinite(actual[:, :5]).all()
+    assert np.isnan(actual[:, 5:]).any()
+
+
+@pytest.mark.parametrize("case", [Case(batch=0), Case(new=0, past=4), Case(new=0, past=0)])
+@pytest.mark.parametrize("mode", MODES)
+def test_empty_sizes(case: Case, mode: Mode) -> None:
+    check(replace(case, mode=mode))
+
+
+@dataclass
+class Cache:
+    """A shared buffer driven by hand: past and present bound to one OrtValue per tensor."""
+
+    case: Case
+    capacity: int
+    length: int = 0
+    values: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = (self.case.batch, self.case.kv_heads, self.capacity, self.case.width)
+        for name in ("key", "value"):
+            fill = to_cache(np.full(shape, np.nan, dtype=np.float32), self.case.cache)
+            self.values[name] = single_node.ort_value(fill, self.case.cache)
+
+    def array(self, name: str) -> npt.NDArray:
+        return from_cache(single_node.output_array(self.values[name]), self.case.cache)
+
+    def run(self, inputs: dict[str, npt.NDArray]) -> npt.NDArray:
+        """Feed the new tokens; the past and present tensors never leave their place."""
+        new = inputs["query"].shape[1]
+        mask = np.ones((self.case.batch, self.length + new), dtype=np.int64)
+        feeds = {"attention_mask": mask, **inputs}
+        ranks = [*((k, v.ndim) for k, v in feeds.items()), ("past_key", 4), ("past_value", 4)]
+        session = single_node.make_session(
+            tuple(ranks), tuple(sorted(self.case.node_attributes.items())), "float32",
+            self.case.cache,
+        )  # fmt: skip
+        binding = session.io_binding()
+        for name, array in feeds.items():
+            binding.bind_ortvalue_input(name, single_node.ort_value(array, "float32"))
+        binding.bind_output("output")
+        for name, value in self.values.items():
+            binding.bind_ortvalue_input(f"past_{name}", value)
+            binding.bind_ortvalue_output(f"present_{name}", value)
+        session.run_with_iobinding(binding)
+        outputs = binding.get_outputs()
+        for value, output in zip(self.values.values(), outputs[1:], strict=True):
+            assert output.data_ptr() == value.data_ptr()
+        self.length += new
+        return outputs[0].numpy()
+
+
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "bfloat16"])
+def test_shared_buffer_is_written_in_place_and_nowhere_else(cache_type: str) -> None:
+    case = Case(batch=2, new=5, past=0, mode="shared", cache=cache_type)
+    cache = Cache(case, capacity=12)
+    inputs = make_inputs(case)
+    fed = {name: inputs[name] for name in ("query", "key", "value")}
+    cache.run(fed)
+    before = {name: cache.array(name).copy() for name in cache.values}
+    cache.run({name: array[:, :2] for name, array in fed.items()})
+    for name, array in before.items():
+        after = cache.array(name)
+        assert np.array_equal(after[:, :, :5], array[:, :, :5]), "the past was changed"
+        assert not np.isnan(after[:, :, 5:7]).any(), "the new tokens are not there"
+        assert np.isnan(after[:, :, 7:]).all(), "a slot beyond the new tokens was written"
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("cache_type", ["float32", "float16"])
+def test_prefill_at_once_in_pieces_and_token_by_token_agree(window: int, cache_type: str) -> None:
+    case = Case(batch=2, new=70, past=0, window=window, rotary="half", cache=cache_type, width=32)
+    inputs = make_inputs(case)
+    fed = {name: inputs[name] for name in ("query", "key", "value", "cos", "sin")}
+
+    def feed(sizes: list[int]) -> tuple[npt.NDArray, Cache]:
+        cache = Cache(case, capacity=80)
+        outputs = []
+        for size in sizes:
+            piece = slice(cache.length, cache.length + size)
+            outputs.append(cache.run({name: array[:, piece] for name, array in fed.items()}))
+        return np.concatenate(outputs, axis=1), cache
+
+    whole, whole_cache = feed([70])
+    assert_close(whole, expected(case, inputs)["output"], "float32", "output")
+    for sizes in ([1, 30, 7, 32], [1] * 70):
+        pieces, cache = feed(sizes)
+        assert_close(pieces, whole.astype(np.float64), "float32", "output")
+        for name in cache.values:
+            same = np.array_equal(cache.array(name), whole_cache.array(name), equal_nan=True)
+            assert same, f"cache {name}"

@@ -1,0 +1,308 @@
+"""The generator over a session that computes the next token from the tokens it was fed.
+
+`ScriptedSession` checks every run like the real one and remembers it; its next token is a function
+of the row's unmasked tokens, so a batch can only equal single runs if tokens, mask and padding are
+right. One test at the end runs a real tiny bundle.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvconv.errors import CacheFullError, PromptError
+from kvconv.manifest import CacheLayer, Manifest, Source
+from kvconv.runtime import Generator, SamplingParams
+from kvconv.runtime.generator import GREEDY
+from kvconv.runtime.kv_cache import KVCache
+from kvconv.runtime.tokenizer import Tokenizer
+from tiny_bundle import BOS, EOS, PAD, VOCAB_SIZE, TinyDecoder, byte_tokenizer, write_bundle
+
+TOKENIZER = Tokenizer(byte_tokenizer())
+MANIFEST = Manifest(
+    source=Source("scripted", "folder"),
+    architecture="Scripted",
+    model_type="scripted",
+    attention="flash",
+    dtype="float32",
+    weights_dtype="float32",
+    opset=23,
+    op_version=1,
+    vocab_size=VOCAB_SIZE,
+    max_sequence_length=2000,
+    eos_token_ids=(EOS,),
+    bos_token_id=BOS,
+    pad_token_id=PAD,
+    cache_layers=(CacheLayer(1, 1, 1, "float32"),),
+    inputs=(),
+    outputs=(),
+    rewrites={},
+    files={},
+)
+
+
+class TokenCache(KVCache):
+    """Remembers the tokens themselves."""
+
+    def __init__(self, batch_size: int, capacity: int) -> None:
+        super().__init__((), batch_size, capacity, lambda: None)
+        self.tokens = np.zeros((batch_size, 0), np.int64)
+
+    nbytes = 0
+
+    def prepare_run(self, sequence_length):
+        raise NotImplementedError
+
+    def commit_run(self, sequence_length):
+        self._length += sequence_length
+
+    def rewind(self, length):
+        self.tokens, self._length = self.tokens[:, :length], length
+
+    def fork(self):
+        raise NotImplementedError
+
+
+class ScriptedSession:
+    """Gives the logits that make `script(tokens so far)` the most likely next token."""
+
+    def __init__(self, script: Callable[[list[int]], int], manifest: Manifest = MANIFEST) -> None:
+        self.script = script
+        self.manifest = manifest
+        self.run_lengths: list[int] = []
+
+    def new_cache(self, batch_size, max_sequence_length):
+        return TokenCache(batch_size, max_sequence_length)
+
+    def run(self, cache, input_ids, *, attention_mask=None, num_logits_to_keep=1, out=None):
+        cache.check_room(input_ids.shape[1])
+        cache.tokens = np.concatenate([cache.tokens, input_ids], axis=1)
+        cache.commit_run(input_ids.shape[1])
+        if attention_mask is None:
+            attention_mask = np.ones_like(cache.tokens)
+        assert attention_mask.shape == cache.tokens.shape
+        self.run_lengths.append(input_ids.shape[1])
+        logits = np.zeros((cache.batch_size, 1, VOCAB_SIZE), np.float32) if out is None else out
+        logits[...] = 0
+        for row in range(cache.batch_size):
+            seen = cache.tokens[row][attention_mask[row] == 1].tolist()
+            logits[row, 0, self.script(seen)] = 10
+        return logits
+
+
+def spell(text: str, prompt_length: int) -> Callable[[list[int]], int]:
+    """Script an answer byte by byte, then EOS."""
+    answer = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
+    return lambda seen: answer[min(len(seen) - prompt_length, len(answer) - 1)]
+
+
+def hashed(seen: list[int]) -> int:
+    """Script something that depends on every token and its place, with EOS now and then."""
+    value = 17
+    for token in seen:
+        value = (value * 31 + token) % 1_000_003
+    return EOS if value % 13 == 0 else value % 256
+
+
+def collect(generator: Generator, prompts, params=GREEDY, **options):
+    """Return per row: token ids, text, finish reason."""
+    ids, texts, reasons = ([[] for _ in prompts] for _ in range(3))
+    for event in generator.generate(prompts, params, **options):
+        assert not reasons[event.row], "an event after the row's last one"
+        ids[event.row].append(event.token_id)
+        texts[event.row].append(event.text)
+        if event.finish_reason:
+            reasons[event.row].append(event.finish_reason)
+    return ids, ["".join(t) for t in texts], [r[0] for r in reasons]
+
+
+def scripted(script, **options) -> Generator:
+    return Generator(ScriptedSession(script), TOKENIZER, **options)
+
+
+def test_answer_streams_and_ends_at_eos():
+    generator = scripted(spell("Paris, été 🗼.", 3))
+    ids, texts, reasons = collect(generator, [[BOS, 65, 66]])
+    assert texts == ["Paris, été 🗼."]
+    assert reasons == ["eos"]
+    assert ids[0][-1] == EOS
+    assert TOKENIZER.detokenize(ids[0]) == texts[0]
+
+
+def test_pieces_hold_whole_characters():
+    generator = scripted(spell("aé🗼", 1))
+    pieces = [event.text for event in generator.generate([[65]])]
+    assert pieces == ["a", "", "é", "", "", "", "🗼", ""]
+
+
+def test_any_of_several_eos_ids_ends():
+    manifest = dataclasses.replace(MANIFEST, eos_token_ids=(7, EOS))
+    generator = Generator(ScriptedSession(lambda seen: 7, manifest), TOKENIZER)
+    assert collect(generator, [[1]]) == ([[7]], [""], ["eos"])
+
+
+def test_max_new_tokens_ends_with_length_and_flushes_half_a_character():
+    generator = scripted(spell("aé", 1))
+    ids, texts, reasons = collect(generator, [[65]], SamplingParams(max_new_tokens=2))
+    assert len(ids[0]) == 2
+    assert texts == ["a\ufffd"]
+    assert reasons == ["length"]
+
+
+def test_stop_string_is_cut_and_never_shown_in_part():
+    generator = scripted(spell("one STOP two", 1))
+    events = list(generator.generate([[65]], SamplingParams(stop=("STOP",))))
+    assert "".join(event.text for event in events) == "one "
+    assert all("S" not in event.text for event in events)
+    assert events[-1].finish_reason == "stop"
+    assert len(events) == len("one STOP")
+
+
+def test_beginning_of_a_stop_string_is_shown_at_the_end():
+    _, texts, reasons = collect(
+        scripted(spell("one ST", 1)), [[65]], SamplingParams(stop=("STOP",))
+    )
+    assert (texts, reasons) == (["one ST"], ["eos"])
+
+
+def test_batch_equals_single_runs():
+    prompts = [[BOS, *range(n, n * 7 % 250)] for n in (3, 40, 11, 1)]
+    generator = scripted(hashed)
+    params = SamplingParams(max_new_tokens=60)
+    together = collect(generator, prompts, params)
+    alone = [collect(generator, [prompt], params) for prompt in prompts]
+    assert together == tuple([row[part][0] for row in alone] for part in range(3))
+    assert {len(ids) for ids in together[0]} != {60}, "rows should end at different steps"
+
+
+def test_sampled_batch_equals_single_runs_with_moved_seeds():
+    prompts = [[BOS, 1, 2, 3], [BOS, 9]]
+    generator = scripted(hashed)
+
+    def params(seed):
+        return SamplingParams(temperature=3.0, seed=seed, max_new_tokens=20, repetition_penalty=1.1)
+
+    together = collect(generator, prompts, params(5))
+    alone = [collect(generator, [prompt], params(5 + i)) for i, prompt in enumerate(prompts)]
+    assert together[0] == [row[0][0] for row in alone]
+    assert together == collect(generator, prompts, params(5))
+
+
+def test_long_prompt_runs_in_chunks():
+    generator = scripted(hashed)
+    prompt = [i % 250 for i in range(1100)]
+    ids, _, _ = collect(generator, [prompt], SamplingParams(max_new_tokens=2))
+    assert generator.session.run_lengths == [512, 512, 76, 1]
+    assert ids[0][0] == hashed(prompt)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_prefill_in_any_chunks_feeds_the_same_tokens(chunk_tokens):
+    generator = scripted(hashed)
+    cache = generator.session.new_cache(1, 16)
+    logits = generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), chunk_tokens=chunk_tokens)
+    assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9])
+    logits = generator.decode(cache, np.array([10]))
+    assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9, 10])
+    assert cache.length == 6
+
+
+def test_prefill_beyond_capacity_runs_nothing():
+    generator = scripted(hashed)
+    cache = generator.session.new_cache(1, 4)
+    with pytest.raises(CacheFullError):
+        generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), chunk_tokens=2)
+    assert generator.session.run_lengths == []
+
+
+def test_prefill_of_nothing_is_refused(tmp_path):
+    generator = Generator.open(write_bundle(tmp_path / "bundle"), threads=1)
+    cache = generator.session.new_cache(1, 4)
+    out = np.zeros((1, 1, VOCAB_SIZE), np.float32)
+    with pytest.raises(ValueError, match="input_ids"):
+        generator.prefill(cache, np.zeros((1, 0), np.int64), out=out)
+
+
+def test_model_with_a_pad_token_id_of_minus_one_runs_batches():
+    manifest = dataclasses.replace(MANIFEST, pad_token_id=-1)
+    session = ScriptedSession(hashed, manifest)
+    cache = session.new_cache(2, 20)
+    collect(Generator(session, TOKENIZER), [[5, 6, 7], [8]], cache=cache)
+    assert cache.tokens.min() >= 0
+
+
+def test_cache_is_as_large_as_needed():
+    generator = scripted(hashed, max_sequence_length=50)
+    assert generator.new_cache([[1] * 10], SamplingParams(max_new_tokens=20)).capacity == 30
+    assert (
+        generator.new_cache([[1] * 10, [1] * 12], SamplingParams(max_new_tokens=20)).capacity == 32
+    )
+    assert generator.new_cache([[1] * 10], SamplingParams(max_new_tokens=200)).capacity == 50
+
+
+def test_generation_stops_at_capacity_with_length():
+    generator = scripted(lambda seen: 65, max_sequence_length=12)
+    ids, _, reasons = collect(generator, [[1] * 9])
+    assert (len(ids[0]), reasons) == (3, ["length"])
+
+
+@pytest.mark.parametrize("length", [12, 13, 40])
+def test_prompt_that_leaves_no_room_is_refused(length):
+    generator = scripted(hashed, max_sequence_length=12)
+    with pytest.raises(CacheFullError, match="--max-sequence-length") as caught:
+        generator.generate([[1] * length])
+    assert (caught.value.needed, caught.value.capacity) == (length + 1, 12)
+    assert generator.session.run_lengths == []
+
+
+def test_more_than_the_model_holds_is_refused():
+    with pytest.raises(CacheFullError) as caught:
+        scripted(hashed, max_sequence_length=2001)
+    assert (caught.value.needed, caught.value.capacity) == (2001, 2000)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []]], ids=str)
+def test_empty_prompt_is_refused(prompts):
+    with pytest.raises(PromptError, match="empty"):
+        scripted(hashed).generate(prompts)
+
+
+def test_given_cache_is_used_and_keeps_all_tokens_but_the_last():
+    generator = scripted(spell("hi", 2))
+    cache = generator.session.new_cache(1, 32)
+    collect(generator, [[65, 66]], cache=cache)
+    assert cache.length == 2 + 3 - 1
+
+
+@pytest.mark.parametrize(("batch_size", "length"), [(2, 0), (1, 3)])
+def test_given_cache_must_be_empty_and_of_the_batch(batch_size, length):
+    generator = scripted(hashed)
+    cache = generator.session.new_cache(batch_size, 32)
+    cache.commit_run(length)
+    with pytest.raises(ValueError, match="cache holds"):
+        generator.generate([[1]], cache=cache)
+
+
+def test_stream_of_a_real_bundle_equals_the_reference(tmp_path):
+    decoder = TinyDecoder(seed=1)
+    generator = Generator.open(write_bundle(tmp_path / "bundle", decoder=decoder), threads=1)
+    tokens = generator.encode("Hello", chat_template=True)
+    assert TOKENIZER.detokenize(tokens) == "[user] Hello\n[assistant] "
+    assert tokens[:2] != [BOS, BOS]
+    expected = []
+    while len(expected) < 12 and EOS not in expected:
+        expected.append(int(decoder.reference(tokens + expected)[-1].argmax()))
+    params = SamplingParams(max_new_tokens=12)
+    assert collect(generator, [tokens], params)[0] == [expected]
+    streamed = "".join(generator.stream("Hello", params, chat_template=True))
+    assert streamed == TOKENIZER.detokenize(expected)
+
+
+def test_real_batch_equals_single_runs(tmp_path):
+    generator = Generator.open(write_bundle(tmp_path / "bundle"), threads=1)
+    prompts = [generator.encode(text) for text in ("a", "some words", "été", "1234567")]
+    params = SamplingParams(max_new_tokens=20)
+    together = collect(generator, prompts, params)
+    alone = [collect(generator, [prompt], params) for prompt in prompts]
+    assert together == tuple([row[part][0] for row in alone] for part in range(3))

@@ -1,0 +1,180 @@
+"""Token ids and text against the backend, and the streaming detokenizer on random ids.
+
+The property everywhere: pieces, joined, are the text of all ids at once, for any ids at all.
+"""
+
+import json
+import random
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from kvconv.errors import BundleError, PromptError
+from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.tokenizer import Detokenizer, Tokenizer
+from tiny_bundle import BOS, EOS, byte_tokenizer, write_bundle
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.  Two  spaces, a tab\tand\na line.",
+    " leading space, trailing space ",
+    "naïve café Ünïcödé e\u0301 a\u0308\u0323 (combining)",
+    "今日は良い天気ですね。明日も晴れるといいな。中文字符測試",
+    "안녕하세요 세계",
+    "مرحبا بالعالم שלום עולם",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🤷🏼‍♀️ 𝕳𝖊𝖑𝖑𝖔",
+    "a real replacement character: \ufffd, in the middle and at the end \ufffd",
+    "def f(x):\n    return x ** 2  # code\n",
+    "",
+]
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """GPT-2 style: merges leave tokens that begin or end inside a character."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.add_tokens([AddedToken("two words", special=False)])
+    return tokenizer
+
+
+def sentencepiece(*, strips_leading_space: bool) -> tokenizers.Tokenizer:
+    """Llama style (strips the space in front of a text) or Gemma style (does not)."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *_BYTES,
+        "▁",
+        "▁the",
+        "the",
+        "▁a",
+        "a",
+        "é",
+        "今",
+        "▁▁",
+        "\n",
+        "",
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    prepend = [normalizers.Prepend("▁")] if strips_leading_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if strips_leading_space:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(
+        [AddedToken("<s>", special=True), AddedToken("</s>", special=True)]
+    )
+    return tokenizer
+
+
+BACKENDS = {
+    "bytes": byte_tokenizer,
+    "byte_level": byte_level,
+    "llama": lambda: sentencepiece(strips_leading_space=True),
+    "gemma": lambda: sentencepiece(strips_leading_space=False),
+}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def tokenizer(request) -> Tokenizer:
+    return Tokenizer(BACKENDS[request.param]())
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_stream_of_a_text_joins_to_it_and_shows_only_whole_characters(tokenizer, text):
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = pieces_of(tokenizer, token_ids)
+    assert "".join(pieces) == tokenizer.detokenize(token_ids)
+    if tokenizer.detokenize(token_ids) == text and "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stream_of_random_ids_joins_to_their_text(tokenizer, seed):
+    generator = random.Random(seed)
+    vocab_size = tokenizer._backend.get_vocab_size()
+    for _ in range(60):
+        token_ids = [generator.randrange(vocab_size) for _ in range(generator.randrange(1, 40))]
+        pieces = pieces_of(tokenizer, token_ids)
+        assert "".join(pieces) == tokenizer.detokenize(token_ids), token_ids
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stream_of_random_characters_joins_to_them(tokenizer, seed):
+    generator = random.Random(seed)
+    ranges = [(0x20, 0x7F), (0xA1, 0x250), (0x300, 0x370), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)]
+    for _ in range(40):
+        text = "".join(chr(generator.randrange(*generator.choice(ranges))) for _ in range(25))
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.detokenize(token_ids)
+
+
+def test_stream_keeps_the_space_after_a_special_token():
+    tokenizer = Tokenizer(BACKENDS["llama"]())
+    vocab = tokenizer._backend.get_vocab()
+    token_ids = [vocab["a"], vocab["</s>"], vocab["▁the"], vocab["▁"], vocab["▁a"]]
+    assert pieces_of(tokenizer, token_ids) == ["a", "", " the", " ", " a", ""]
+
+
+def test_stream_keeps_the_space_after_a_token_without_text():
+    tokenizer = Tokenizer(BACKENDS["llama"]())
+    vocab = tokenizer._backend.get_vocab()
+    assert pieces_of(tokenizer, [vocab["a"], vocab[""], vocab["▁the"]]) == ["a", "", " the", ""]
+
+
+def test_stream_shows_text_as_soon_as_it_is_certain():
+    tokenizer = Tokenizer(byte_tokenizer())
+    token_ids = tokenizer.encode("aé", add_special_tokens=False)
+    assert pieces_of(tokenizer, token_ids) == ["a", "", "é", ""]
+
+
+def test_stream_flushes_half_a_character_as_the_whole_text_has_it():
+    tokenizer = Tokenizer(byte_tokenizer())
+    token_ids = tokenizer.encode("aé", add_special_tokens=False)[:-1]
+    assert pieces_of(tokenizer, token_ids) == ["a", "", "\ufffd"]
+
+
+def test_encode_adds_special_tokens_unless_told_not_to():
+    tokenizer = Tokenizer(byte_tokenizer())
+    plain = tokenizer.encode("hi", add_special_tokens=False)
+    assert tokenizer.encode("hi") == [BOS, *plain]
+    assert tokenizer.encode("hi</s>", add_special_tokens=False) == [*plain, EOS]
+    assert tokenizer.detokenize([BOS, *plain, EOS]) == "hi"
+
+
+def test_encode_ignores_padding_and_truncation_saved_in_the_file():
+    backend = byte_tokenizer()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=64)
+    assert len(Tokenizer(backend).encode("12345678")) == 9
+
+
+def test_encode_refuses_text_that_is_not_unicode():
+    with pytest.raises(PromptError, match="UTF-8"):
+        Tokenizer(byte_tokenizer()).encode("\udcff")
+
+
+def test_open_names_the_damaged_file(tmp_path):
+    folder = write_bundle(tmp_path / "bundle")
+    bundle = Bundle.open(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": None}))
+    with pytest.raises(BundleError) as caught:
+        Tokenizer.open(bundle)
+    assert caught.value.file == "tokenizer.json"
