@@ -74,10 +74,7 @@ class _Checkpoint:
 
     def arguments(self, *, trust_remote_code: bool) -> dict[str, Any]:
         """Return what every `from_pretrained` needs to read these files and no others."""
-        arguments: dict[str, Any] = {
-            "trust_remote_code": trust_remote_code,
-            "local_files_only": True,
-        }
+        arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if self.gguf_file is not None:
             arguments["gguf_file"] = self.gguf_file
         return arguments

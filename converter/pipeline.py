@@ -133,10 +133,12 @@ def _trace(
         max_sequence_length = _max_sequence_length(spec, options.max_sequence_length)
         weights = {id(weight): weight for weight in loaded.model.parameters()}
         bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
+        _release_memory()  # what reading the checkpoint took
     reference = None
     if verifier is not None:
         with stages("reference"), quiet():
             reference = verifier.reference(loaded.model, loaded.tokenizer)
+            _release_memory()
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
@@ -161,6 +163,13 @@ def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> int:
         )
     length = largest if wanted is None else wanted
     assert length is not None
+    switch = spec.rope_switch_length
+    if switch is not None and length > switch:
+        raise ExportError(
+            f"{spec.architecture} changes all its rotary frequencies beyond {switch} tokens "
+            f"(longrope), which keys in a cache cannot follow, and {length} tokens are asked for. "
+            f"Pass --max-sequence-length {switch} or less."
+        )
     return length
 
 
@@ -173,7 +182,9 @@ def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folde
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
         if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+            # Not save_pretrained: that refuses settings which contradict each other, and published
+            # models have such.
+            model.generation_config.to_json_file(folder / "generation_config.json")
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
 
@@ -256,8 +267,8 @@ def _check_passed(verification: Verification) -> None:
 
 
 def _release_memory() -> None:
-    """Give the PyTorch model's memory back to the system, for ONNX Runtime to use."""
-    gc.collect()  # cycles keep the weights alive
+    """Give freed memory back to the system, for the next stage to use."""
+    gc.collect()  # cycles keep weights and file buffers alive
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps freed pages
         if trim is not None:
@@ -265,10 +276,13 @@ def _release_memory() -> None:
 
 
 def _peak_memory_mb() -> float | None:
-    """Return the largest resident memory of this process so far."""
+    """Return the largest resident memory so far of this process, or of a child if that is more."""
     try:
         import resource
     except ImportError:  # not on this system
         return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return peak / (1024**2 if sys.platform == "darwin" else 1024)  # bytes there, KiB elsewhere

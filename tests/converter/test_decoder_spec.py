@@ -38,3 +38,12 @@ def test_length_dependent_rope_is_refused_by_name():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match="rope_type 'dynamic'"):
         describe(tiny_model("llama", rope_parameters=rope))
+
+
+def test_longrope_says_where_it_switches():
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    assert describe(tiny_model("llama", rope_parameters=rope)).rope_switch_length == 16
+    assert describe(tiny_model("llama")).rope_switch_length is None

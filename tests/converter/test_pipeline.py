@@ -13,7 +13,7 @@ from kvconv import custom_ops, names
 from kvconv.converter import ExportOptions, bundle, export
 from kvconv.errors import ExportError, UnsupportedModelError, VerificationError
 from kvconv.manifest import CacheLayer, CheckResult, Verification, check_files, read_manifest
-from tiny_decoders import WINDOW
+from tiny_decoders import WINDOW, save_tiny
 
 EXPORTS = {
     "llama flash": ("llama", {}),
@@ -161,6 +161,17 @@ def test_model_that_states_no_length_asks_for_one(tmp_path):
         export(str(tmp_path / "bloom"), tmp_path / "b")
     with pytest.raises(UnsupportedModelError, match="attention code of its own"):
         export(str(tmp_path / "bloom"), tmp_path / "b", ExportOptions(max_sequence_length=32))
+
+
+def test_longrope_beyond_its_switch_is_refused_with_the_length_to_pass(tmp_path):
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    model = save_tiny(tmp_path / "model", "llama", rope_parameters=rope)
+    with pytest.raises(ExportError, match="--max-sequence-length 16 or less"):
+        export(str(model), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_disk_without_room_is_refused_before_tracing(checkpoint, tmp_path, monkeypatch):
