@@ -5,22 +5,12 @@ with missing weights is refused too: transformers would fill them with random nu
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,13 +21,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvconv.converter import hub
 from kvconv.converter.gguf_reading import metadata, read_once
 from kvconv.converter.quiet import quiet
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
 from kvconv.manifest import Source
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_CONFIG_FILE = "config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,7 +35,6 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-_FOLDER_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +96,7 @@ def load_model(
             config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
         _check_decoder(model, config)
         if checkpoint.source.kind == "hub":
-            _download_weights(model, checkpoint, cache_dir)
+            hub.fetch_weights(model, checkpoint.source.revision, cache_dir)
         with quiet(), _damaged_files(model):
             tokenizer = _load_tokenizer(checkpoint, arguments)
             decoder, report = AutoModelForCausalLM.from_pretrained(
@@ -137,20 +125,22 @@ def _find(model: str, revision: str | None, cache_dir: Path | None) -> _Checkpoi
                 model=model,
             )
         return _find_file(model, path) if path.is_file() else _find_folder(model, path)
-    if not _HUB_ID.fullmatch(model) or model.endswith(".gguf"):
+    if not hub.is_hub_id(model):
         raise ModelNotFoundError(
-            f"There is no file or folder {model}. Give a folder with a {_CONFIG_FILE}, a .gguf "
+            f"There is no file or folder {model}. Give a folder with a {hub.CONFIG_FILE}, a .gguf "
             f"file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct.",
             model=model,
         )
-    return _find_on_hub(model, revision, cache_dir)
+    folder = hub.fetch_small_files(model, revision, cache_dir)
+    source = Source(model, "hub", revision=folder.name, license=hub.license_of(folder))
+    return _Checkpoint(folder, None, source)
 
 
 def _find_file(model: str, path: Path) -> _Checkpoint:
     if path.suffix != ".gguf":
         raise ModelNotFoundError(
             f"{model} is a file, but not a .gguf file. Give the folder that holds the model's "
-            f"{_CONFIG_FILE}, or a .gguf file.",
+            f"{hub.CONFIG_FILE}, or a .gguf file.",
             model=model,
         )
     with _damaged_files(model):
@@ -160,57 +150,15 @@ def _find_file(model: str, path: Path) -> _Checkpoint:
 
 
 def _find_folder(model: str, path: Path) -> _Checkpoint:
-    if not (path / _CONFIG_FILE).is_file():
+    if not (path / hub.CONFIG_FILE).is_file():
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         hint = f" Did you mean {path / gguf_files[0]}?" if gguf_files else ""
         raise ModelNotFoundError(
-            f"{model} holds no {_CONFIG_FILE}, so it is not a Hugging Face model folder.{hint} "
+            f"{model} holds no {hub.CONFIG_FILE}, so it is not a Hugging Face model folder.{hint} "
             f"Give a folder made by save_pretrained, or a .gguf file.",
             model=model,
         )
-    return _Checkpoint(path, None, Source(model=model, kind="folder", license=_license(path)))
-
-
-def _find_on_hub(model: str, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
-    """Fetch everything but the weights."""
-    with _hub_errors(model, revision):
-        hf_hub_download(model, _CONFIG_FILE, revision=revision, cache_dir=cache_dir)
-        folder = Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=cache_dir,
-                allow_patterns=list(_FOLDER_PATTERNS),
-                ignore_patterns=["*/*"],
-            )
-        )
-    # A snapshot's folder is named after the commit it holds.
-    source = Source(model=model, kind="hub", revision=folder.name, license=_license(folder))
-    return _Checkpoint(folder, None, source)
-
-
-def _download_weights(model: str, checkpoint: _Checkpoint, cache_dir: Path | None) -> None:
-    revision = checkpoint.source.revision
-    for pattern in ("*.safetensors", "*.bin"):
-        with _hub_errors(model, revision):
-            snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=cache_dir,
-                allow_patterns=[pattern],
-                ignore_patterns=["*/*"],
-            )
-        if any(checkpoint.folder.glob(pattern)):
-            return
-
-
-def _license(folder: Path) -> str | None:
-    """Return the license that a model card's front matter states."""
-    readme = folder / "README.md"
-    if not readme.is_file():
-        return None
-    name = ModelCard.load(readme, ignore_metadata_errors=True).data.license
-    return name if isinstance(name, str) else None
+    return _Checkpoint(path, None, Source(model=model, kind="folder", license=hub.license_of(path)))
 
 
 def _check_decoder(model: str, config: PreTrainedConfig) -> None:
@@ -258,38 +206,6 @@ def _load_tokenizer(
         checkpoint.folder, **arguments
     )
     return tokenizer
-
-
-@contextlib.contextmanager
-def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub library's errors into one sentence and a remedy."""
-    try:
-        yield
-    except RevisionNotFoundError as error:
-        message = f"{model} has no revision {revision!r}. Leave --revision out for the latest."
-        raise ModelNotFoundError(message, model=model) from error
-    except GatedRepoError as error:
-        message = (
-            f"{model} needs its owner's permission. Accept its terms on its hub page, then set "
-            f"HF_TOKEN to your access token."
-        )
-        raise ModelNotFoundError(message, model=model) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        message = (
-            f"There is no folder and no hub model {model}. Check the spelling; a private model "
-            f"needs HF_TOKEN."
-        )
-        raise ModelNotFoundError(message, model=model) from error
-    except (LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
-        message = (
-            f"{model} is not a folder here, is not in the local cache, and the hub cannot be "
-            f"reached. Connect to the network (and unset HF_HUB_OFFLINE), or give a folder or a "
-            f".gguf file."
-        )
-        raise ModelNotFoundError(message, model=model) from error
-    except HfHubHTTPError as error:
-        message = f"The hub did not give {model}: {error}. Try again, or give a local folder."
-        raise ModelNotFoundError(message, model=model) from error
 
 
 @contextlib.contextmanager

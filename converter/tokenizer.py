@@ -8,7 +8,7 @@ texts before the bundle is finished.
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tokenizers.processors import Sequence, TemplateProcessing
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from kvconv.errors import ExportError
@@ -69,10 +69,7 @@ def _write_special_tokens(tokenizer: PreTrainedTokenizerBase, stored: Tokenizer)
     start = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), len(outer))
     before, after = outer[:start], outer[start + len(inner) :]
     added = tokenizer.convert_ids_to_tokens([*before, *after])
-    template = TemplateProcessing(
+    stored.post_processor = TemplateProcessing(
         single=[*added[: len(before)], "$A", *added[len(before) :]],
         special_tokens=list(zip(added, [*before, *after], strict=True)),
     )
-    existing = stored.post_processor
-    keeps_offsets = existing is not None and "ByteLevel" in type(existing).__name__
-    stored.post_processor = Sequence([existing, template]) if keeps_offsets else template

@@ -55,12 +55,6 @@ def save(model: ir.Model, folder: Path) -> Path:
     return path
 
 
-def stored_bytes(model: ir.Model) -> int:
-    """Return the bytes that the initializers will take on disk."""
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
 def _swaps_axes(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and node.attributes.get_ints("perm", ()) == (1, 0)
 
