@@ -13,14 +13,14 @@
 #include "kvconv/float16.h"
 
 // Ends the test with a message when the condition does not hold.
-#define CHECK(condition, ...)                                               \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);  \
-      std::fprintf(stderr, __VA_ARGS__);                                    \
-      std::fprintf(stderr, "\n");                                           \
-      std::exit(1);                                                         \
-    }                                                                       \
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fprintf(stderr, "\n");                                          \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (false)
 
 namespace kvconv::test {

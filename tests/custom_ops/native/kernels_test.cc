@@ -26,11 +26,13 @@ void run_on_threads(void*, void (*task)(void*, std::size_t), void* data, std::si
 class Buffer {
  public:
   Buffer(std::int64_t elements, DataType type)
-      : type_(type), bytes_(static_cast<std::size_t>(elements * bytes_of(type))),
+      : type_(type),
+        bytes_(static_cast<std::size_t>(elements * bytes_of(type))),
         data_(new unsigned char[bytes_]) {
     std::memset(data_.get(), 0xFF, bytes_);  // NaN in all three types
   }
-  Buffer(const Buffer& other) : type_(other.type_), bytes_(other.bytes_), data_(new unsigned char[bytes_]) {
+  Buffer(const Buffer& other)
+      : type_(other.type_), bytes_(other.bytes_), data_(new unsigned char[bytes_]) {
     std::memcpy(data_.get(), other.data_.get(), bytes_);
   }
   void randomize(Random& random) {
@@ -82,7 +84,8 @@ Case make_case(std::uint64_t seed) {
   p.head_dim = random.chance(3) ? 1000 : random.pick(edges);
   p.value_head_dim = random.chance(50) ? p.head_dim : random.pick(edges);
   p.activation_type = random.chance(70) ? DataType::kFloat32 : DataType::kFloat16;
-  p.cache_type = random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
+  p.cache_type =
+      random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
   p.scale = 1.0F / std::sqrt(static_cast<float>(p.head_dim));
   p.softcap = random.chance(25) ? 1.5F : 0.0F;
   p.window_size = random.chance(30) ? random.pick(edges) : 0;
@@ -151,10 +154,10 @@ template <typename Run>
 Result run_case(const Case& c, const Run& run) {
   AttentionParams p = c.p;
   const std::int64_t heads = p.batch_size * p.kv_num_heads;
-  Result result{Buffer(p.batch_size * p.sequence_length * p.num_heads * p.value_head_dim,
-                       p.activation_type),
-                Buffer(heads * p.present_capacity * p.head_dim, p.cache_type),
-                Buffer(heads * p.present_capacity * p.value_head_dim, p.cache_type)};
+  Result result{
+      Buffer(p.batch_size * p.sequence_length * p.num_heads * p.value_head_dim, p.activation_type),
+      Buffer(heads * p.present_capacity * p.head_dim, p.cache_type),
+      Buffer(heads * p.present_capacity * p.value_head_dim, p.cache_type)};
   if (c.in_place) {
     std::memcpy(result.key.data(), p.past_key,
                 static_cast<std::size_t>(result.key.size() * bytes_of(p.cache_type)));
@@ -192,10 +195,9 @@ void test_kernel(const FlashKernel& kernel, int cases) {
                 cache_tolerance, what + ", present_value");
     // The two may round a rotated key to different neighbours, and attend over different caches.
     const float tolerance = tolerance_of(c.p.activation_type);
-    check_close(actual.output.data(), expected.output.data(), expected.output.size(),
-                c.p.activation_type,
-                c.p.rotary_dim > 0 ? std::max(tolerance, cache_tolerance) : tolerance,
-                what + ", output");
+    check_close(
+        actual.output.data(), expected.output.data(), expected.output.size(), c.p.activation_type,
+        c.p.rotary_dim > 0 ? std::max(tolerance, cache_tolerance) : tolerance, what + ", output");
   }
   std::printf("%s: %d cases agree with the reference\n", kernel.name, cases);
 }
