@@ -3,6 +3,7 @@
 The kernel's tile is 64 keys and its blocks are up to 64 query rows, so sizes around those count.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -314,6 +315,15 @@ def test_result_does_not_depend_on_threads() -> None:
     for case in (Case(new=1, past=1500, width=32), Case(new=150, past=40, width=32)):
         one, two = (check(replace(case, threads=n))["output"] for n in (1, 2))
         assert np.array_equal(one, two)
+
+
+def test_one_session_runs_on_several_threads_at_once() -> None:
+    cases = [Case(new=1 + 40 * (seed % 2), past=700, width=32, seed=seed) for seed in range(16)]
+    alone = [check(case)["output"] for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda case: check(case)["output"], cases))
+    for one, other in zip(alone, together, strict=True):
+        assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("padding", ["", "left", "right", "holes"])
