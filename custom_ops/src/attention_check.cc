@@ -291,7 +291,6 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   p.num_heads = attributes.num_heads;
   p.kv_num_heads = attributes.kv_num_heads;
   p.softcap = attributes.softcap;
-  p.window_size = attributes.window_size;
   p.is_causal = attributes.is_causal;
   p.activation_type = activation_type;
   p.cache_type = cache_type;
@@ -307,6 +306,8 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   check_types(check, activation_type, cache_type);
   check_heads(check, &p);
   check_lengths(check, &p);
+  // A window that holds every slot is none; dropping it also keeps sums with it in range.
+  if (attributes.window_size < p.total_sequence_length) p.window_size = attributes.window_size;
   check_rotary(check, attributes, &p);
   check_bias(check, &p);
   for (AttentionInput input : {kAlibiSlopes, kHeadSink}) {

@@ -213,7 +213,7 @@ def check(case: Case) -> dict[str, npt.NDArray]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("new", [1, 7, TILE - 1, TILE, TILE + 1])
+@pytest.mark.parametrize("new", [1, 2, 7, TILE - 1, TILE, TILE + 1])
 @pytest.mark.parametrize("past", [0, 1, TILE - 1, TILE, 90])
 def test_sizes(mode: Mode, heads: tuple[int, int], new: int, past: int) -> None:
     check(Case(new=new, past=past, heads=heads[0], kv_heads=heads[1], mode=mode, width=8))
@@ -262,7 +262,7 @@ FEATURES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("new", "past"), [(1, 0), (1, 90), (9, 70), (70, 0)])
+@pytest.mark.parametrize(("new", "past"), [(1, 0), (1, 90), (3, 62), (9, 70), (70, 0)])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str, new: int, past: int, mode: Mode) -> None:
     feature = FEATURES[name]
@@ -344,6 +344,21 @@ def test_nan_in_a_later_token_does_not_reach_earlier_queries() -> None:
     assert_close(actual, output, "float32", "output")
     assert np.isfinite(actual[:, :5]).all()
     assert np.isnan(actual[:, 5:]).any()
+
+
+@pytest.mark.parametrize("past", [20, 700])
+def test_bias_of_minus_infinity_is_a_mask(past: int) -> None:
+    """A bias that hides what a mask hides gives the same; a query that sees nothing gives 0."""
+    case = Case(new=6, past=past, batch=2, padding="holes")
+    inputs = make_inputs(case)
+    masked = single_node.run(inputs, case.node_attributes)["output"]
+    hidden = inputs["attention_mask"][:, None, None, :] == 0
+    ones = np.ones_like(inputs["attention_mask"])
+    bias = np.where(hidden, -np.inf, 0).astype(np.float32)
+    biased = inputs | {"attention_mask": ones, "attention_bias": bias}
+    assert np.array_equal(single_node.run(biased, case.node_attributes)["output"], masked)
+    biased["attention_bias"] = np.full_like(bias, -np.inf)
+    assert (single_node.run(biased, case.node_attributes)["output"] == 0).all()
 
 
 @pytest.mark.parametrize("case", [Case(batch=0), Case(new=0, past=4), Case(new=0, past=0)])

@@ -123,7 +123,10 @@ Run make_run(Random& random) {
 
   run.attributes.ints["num_heads"] = heads;
   run.attributes.ints["kv_num_heads"] = kv_heads;
-  if (random.chance(30)) run.attributes.ints["window_size"] = random.pick(edges);
+  if (random.chance(30)) {
+    run.attributes.ints["window_size"] =
+        random.chance(10) ? std::numeric_limits<std::int64_t>::max() : random.pick(edges);
+  }
   if (random.chance(20)) run.attributes.ints["causal"] = 0;
   if (random.chance(20)) run.attributes.floats["softcap"] = 2.0F;
   if (random.chance(20)) run.attributes.floats["scale"] = 0.1F;

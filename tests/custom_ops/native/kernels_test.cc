@@ -202,6 +202,24 @@ void test_kernel(const FlashKernel& kernel, int cases) {
   std::printf("%s: %d cases agree with the reference\n", kernel.name, cases);
 }
 
+// Sixteen times the tokens, 256 times the scores: the same memory, because no kernel holds them.
+void test_workspace(const FlashKernel& kernel) {
+  AttentionParams p;
+  p.batch_size = 1;
+  p.num_heads = 8;
+  p.kv_num_heads = 2;
+  p.head_dim = 64;
+  p.value_head_dim = 64;
+  std::size_t bytes[2];
+  for (int i = 0; i < 2; ++i) {
+    p.sequence_length = i == 0 ? 4096 : 65536;
+    p.total_sequence_length = p.sequence_length;
+    bytes[i] = kernel.workspace_bytes(p, 2);
+  }
+  CHECK(bytes[0] == bytes[1], "%s: %zu bytes of workspace at 4096 tokens, %zu at 65536",
+        kernel.name, bytes[0], bytes[1]);
+}
+
 void test_conversions() {
   // 1. Every 16-bit value survives the way to float32 and back; a NaN stays some NaN.
   for (std::uint32_t bits = 0; bits < 65536; ++bits) {
@@ -238,6 +256,7 @@ int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 400;
   kvconv::test::test_conversions();
   for (const kvconv::FlashKernel& kernel : kvconv::flash_kernels()) {
+    kvconv::test::test_workspace(kernel);
     kvconv::test::test_kernel(kernel, cases);
   }
   return 0;
