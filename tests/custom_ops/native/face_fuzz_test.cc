@@ -320,7 +320,7 @@ bool execute(std::uint64_t seed) {
 
 int main(int argc, char** argv) {
   const std::uint64_t first = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
-  const std::uint64_t count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 3000;
+  const std::uint64_t count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 2000;
   std::uint64_t accepted = 0;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     accepted += kvconv::test::execute(seed) ? 1 : 0;

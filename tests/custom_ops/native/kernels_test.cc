@@ -253,7 +253,7 @@ void test_conversions() {
 }  // namespace kvconv::test
 
 int main(int argc, char** argv) {
-  const int cases = argc > 1 ? std::atoi(argv[1]) : 400;
+  const int cases = argc > 1 ? std::atoi(argv[1]) : 250;
   kvconv::test::test_conversions();
   for (const kvconv::FlashKernel& kernel : kvconv::flash_kernels()) {
     kvconv::test::test_workspace(kernel);
