@@ -93,7 +93,7 @@ void attend_range(const AttentionParams& p, const Division& d, const Block& bloc
                            ? p.head_sink[query_head_of(d, block.kv_head, block.first_row + r)]
                            : kMinusInfinity;
     partial.maximum[r] = sink;
-    partial.sum[r] = sink == kMinusInfinity ? 0.0F : 1.0F;
+    partial.sum[r] = sink == kMinusInfinity ? 0.0F : 1.0F + (sink - sink);  // NaN stays NaN
   }
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(p.value_head_dim * lanes) * sizeof(float));
