@@ -136,3 +136,11 @@ class MissingDependencyError(KvconvError):
         )
         self.package = package
         self.extra = extra
+
+
+def root_cause(error: BaseException) -> str:
+    """Return what an error's innermost cause says, cut to one line that ends like a sentence."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return line if line.endswith((".", "!", "?")) else f"{line}."

@@ -1,0 +1,79 @@
+"""Makes transformers read a GGUF file once and in little memory.
+
+transformers parses the file anew for the config, the tokenizer and the weights, gguf-py wraps each
+vocabulary entry in a memory map object of its own, and a tensor's name map is built for every
+module: on a small model that takes longer than the weights. Inside `read_once` the same public
+functions of gguf-py are remembered, and dequantised in slices; their results do not change.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+_SLICE_BYTES = 16 * 1024 * 1024
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Replace gguf-py's slow functions for as long as the block runs."""
+    replacements = {
+        "GGUFReader": functools.cache(_PlainReader),
+        "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map),
+        "dequantize": functools.partial(_dequantize, gguf.dequantize),
+    }
+    originals = {name: getattr(gguf, name) for name in replacements}
+    try:
+        for name, replacement in replacements.items():
+            setattr(gguf, name, replacement)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)
+
+
+def metadata(path: Path, key: str) -> str | None:
+    """Return one text of a GGUF file's metadata; None if it has no such key."""
+    field = gguf.GGUFReader(str(path)).get_field(key)
+    return None if field is None else str(field.contents())
+
+
+class _PlainReader(gguf.GGUFReader):
+    """Slices the mapped file as a plain array: a numpy.memmap slice costs ten times as much."""
+
+    _mapped: npt.NDArray[np.uint8]
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The mapped file."""
+        return self._mapped
+
+    @data.setter
+    def data(self, mapped: npt.NDArray[np.uint8]) -> None:
+        self._mapped = np.asarray(mapped)
+
+
+def _dequantize(dequantize: Any, data: npt.NDArray[Any], qtype: Any) -> npt.NDArray[np.float32]:
+    """Dequantise a few rows at a time, so that only the result is ever whole.
+
+    Args:
+        dequantize: gguf-py's own function.
+        data: [rows, ...] in the file's type.
+        qtype: The file's quantisation.
+    """
+    num_slices = min(len(data), data.nbytes // _SLICE_BYTES + 1) if data.ndim > 1 else 1
+    if num_slices == 1:
+        return np.asarray(dequantize(data, qtype), dtype=np.float32)
+    slices = np.array_split(data, num_slices)
+    first = dequantize(slices[0], qtype)
+    result = np.empty((len(data), *first.shape[1:]), dtype=np.float32)
+    start = 0
+    for part in slices:
+        result[start : start + len(part)] = dequantize(part, qtype)
+        start += len(part)
+    return result

@@ -1,0 +1,324 @@
+"""Loads a decoder and its tokenizer from a hub id, a local folder or a GGUF file.
+
+Everything that can be refused from the config alone is refused before any weight is read. A model
+with missing weights is refused too: transformers would fill them with random numbers.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvconv.converter.gguf_reading import metadata, read_once
+from kvconv.converter.quiet import quiet
+from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
+from kvconv.manifest import Source
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_CONFIG_FILE = "config.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_FOLDER_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder in memory, on the CPU and in eval mode.
+
+    Attributes:
+        model: Weights at the dtype asked for; its `generation_config` is the checkpoint's.
+        tokenizer: None when the checkpoint has none.
+        source: Where it came from.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """Files on this machine: a folder, and the GGUF file in it if that is the model."""
+
+    folder: Path
+    gguf_file: str | None
+    source: Source
+
+    def arguments(self, *, trust_remote_code: bool) -> dict[str, Any]:
+        """Return what every `from_pretrained` needs to read these files and no others."""
+        arguments: dict[str, Any] = {
+            "trust_remote_code": trust_remote_code,
+            "local_files_only": True,
+        }
+        if self.gguf_file is not None:
+            arguments["gguf_file"] = self.gguf_file
+        return arguments
+
+
+def load_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "float32",
+) -> LoadedModel:
+    """Load a decoder, widened or narrowed to one dtype while it is read.
+
+    Args:
+        model: Hub id, folder, or `.gguf` file. A path that exists wins over a hub id.
+        revision: Branch, tag or commit of a hub model.
+        cache_dir: Where hub files are kept; None is Hugging Face's own cache.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        dtype: `float32` or `float16`.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or its files are incomplete or damaged.
+        UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
+    """
+    with read_once():
+        checkpoint = _find(model, revision, cache_dir)
+        arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
+        with quiet(), _damaged_files(model):
+            config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
+        _check_decoder(model, config)
+        if checkpoint.source.kind == "hub":
+            _download_weights(model, checkpoint, cache_dir)
+        with quiet(), _damaged_files(model):
+            tokenizer = _load_tokenizer(checkpoint, arguments)
+            decoder, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                output_loading_info=True,
+                **arguments,
+            )
+    _check_complete(model, report)
+    if checkpoint.gguf_file is not None:
+        # The weights are plain floats now; what still says otherwise would forbid saving.
+        decoder.hf_quantizer = None
+        del decoder.config.quantization_config
+    decoder.eval().requires_grad_(False)
+    return LoadedModel(decoder, tokenizer, checkpoint.source)
+
+
+def _find(model: str, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise ModelNotFoundError(
+                f"{model} is a local path, which has no revision {revision!r}. Leave --revision "
+                f"out, or give a hub id.",
+                model=model,
+            )
+        return _find_file(model, path) if path.is_file() else _find_folder(model, path)
+    if not _HUB_ID.fullmatch(model) or model.endswith(".gguf"):
+        raise ModelNotFoundError(
+            f"There is no file or folder {model}. Give a folder with a {_CONFIG_FILE}, a .gguf "
+            f"file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct.",
+            model=model,
+        )
+    return _find_on_hub(model, revision, cache_dir)
+
+
+def _find_file(model: str, path: Path) -> _Checkpoint:
+    if path.suffix != ".gguf":
+        raise ModelNotFoundError(
+            f"{model} is a file, but not a .gguf file. Give the folder that holds the model's "
+            f"{_CONFIG_FILE}, or a .gguf file.",
+            model=model,
+        )
+    with _damaged_files(model):
+        license_name = metadata(path, "general.license")
+    source = Source(model=model, kind="gguf", license=license_name)
+    return _Checkpoint(path.parent, path.name, source)
+
+
+def _find_folder(model: str, path: Path) -> _Checkpoint:
+    if not (path / _CONFIG_FILE).is_file():
+        gguf_files = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f" Did you mean {path / gguf_files[0]}?" if gguf_files else ""
+        raise ModelNotFoundError(
+            f"{model} holds no {_CONFIG_FILE}, so it is not a Hugging Face model folder.{hint} "
+            f"Give a folder made by save_pretrained, or a .gguf file.",
+            model=model,
+        )
+    return _Checkpoint(path, None, Source(model=model, kind="folder", license=_license(path)))
+
+
+def _find_on_hub(model: str, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
+    """Fetch everything but the weights."""
+    with _hub_errors(model, revision):
+        hf_hub_download(model, _CONFIG_FILE, revision=revision, cache_dir=cache_dir)
+        folder = Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=list(_FOLDER_PATTERNS),
+                ignore_patterns=["*/*"],
+            )
+        )
+    # A snapshot's folder is named after the commit it holds.
+    source = Source(model=model, kind="hub", revision=folder.name, license=_license(folder))
+    return _Checkpoint(folder, None, source)
+
+
+def _download_weights(model: str, checkpoint: _Checkpoint, cache_dir: Path | None) -> None:
+    revision = checkpoint.source.revision
+    for pattern in ("*.safetensors", "*.bin"):
+        with _hub_errors(model, revision):
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=[pattern],
+                ignore_patterns=["*/*"],
+            )
+        if any(checkpoint.folder.glob(pattern)):
+            return
+
+
+def _license(folder: Path) -> str | None:
+    """Return the license that a model card's front matter states."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return None
+    name = ModelCard.load(readme, ignore_metadata_errors=True).data.license
+    return name if isinstance(name, str) else None
+
+
+def _check_decoder(model: str, config: PreTrainedConfig) -> None:
+    """Refuse what is not a decoder, judging by the class that the checkpoint was saved from."""
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    architectures = config.architectures or ()
+    if architectures and not has_own_code and not known.intersection(architectures):
+        raise UnsupportedModelError(
+            f"{model} is {_article(architectures[0])} {architectures[0]}, not a decoder that "
+            f"generates text. kvconv converts causal language models, whose architecture usually "
+            f"ends in ForCausalLM.",
+            model_type=config.model_type,
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):
+        raise UnsupportedModelError(
+            f"{model} is quantised with {quantization.get('quant_method', 'an unknown method')}. "
+            f"Give the unquantised model that it was made from, or a .gguf file.",
+            model_type=config.model_type,
+        )
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[0] in "AEIOU" else "a"
+
+
+def _check_complete(model: str, report: dict[str, Any]) -> None:
+    wrong = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if wrong:
+        raise ModelNotFoundError(
+            f"The weights of {model} are incomplete: {len(wrong)} are missing or of the wrong "
+            f"shape, for example {wrong[0]}. Download the model again.",
+            model=model,
+        )
+
+
+def _load_tokenizer(
+    checkpoint: _Checkpoint, arguments: dict[str, Any]
+) -> PreTrainedTokenizerBase | None:
+    has_files = any((checkpoint.folder / name).is_file() for name in _TOKENIZER_FILES)
+    if checkpoint.gguf_file is None and not has_files:
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        checkpoint.folder, **arguments
+    )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Turn the hub library's errors into one sentence and a remedy."""
+    try:
+        yield
+    except RevisionNotFoundError as error:
+        message = f"{model} has no revision {revision!r}. Leave --revision out for the latest."
+        raise ModelNotFoundError(message, model=model) from error
+    except GatedRepoError as error:
+        message = (
+            f"{model} needs its owner's permission. Accept its terms on its hub page, then set "
+            f"HF_TOKEN to your access token."
+        )
+        raise ModelNotFoundError(message, model=model) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        message = (
+            f"There is no folder and no hub model {model}. Check the spelling; a private model "
+            f"needs HF_TOKEN."
+        )
+        raise ModelNotFoundError(message, model=model) from error
+    except (LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
+        message = (
+            f"{model} is not a folder here, is not in the local cache, and the hub cannot be "
+            f"reached. Connect to the network (and unset HF_HUB_OFFLINE), or give a folder or a "
+            f".gguf file."
+        )
+        raise ModelNotFoundError(message, model=model) from error
+    except HfHubHTTPError as error:
+        message = f"The hub did not give {model}: {error}. Try again, or give a local folder."
+        raise ModelNotFoundError(message, model=model) from error
+
+
+@contextlib.contextmanager
+def _damaged_files(model: str) -> Iterator[None]:
+    """Turn what transformers raises about unusable files into one sentence and a remedy.
+
+    Its readers raise whatever their parsers raise, so every exception that is not about this
+    machine (memory, permissions) counts as a statement about the files; the cause is kept.
+    """
+    try:
+        yield
+    except (MemoryError, PermissionError, ImportError):
+        raise
+    except Exception as error:
+        text = str(error)
+        if "trust_remote_code" in text:
+            raise UnsupportedModelError(
+                f"{model} comes with Python code of its own. Read that code, and if you trust it "
+                f"pass --trust-remote-code."
+            ) from error
+        if "does not recognize" in text or "is not supported yet" in text:
+            raise UnsupportedModelError(
+                f"transformers cannot load {model}: {root_cause(error)} A newer transformers may."
+            ) from error
+        raise ModelNotFoundError(
+            f"The files of {model} are damaged or incomplete: {root_cause(error)} Download the "
+            f"model again.",
+            model=model,
+        ) from error

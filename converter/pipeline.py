@@ -1,0 +1,274 @@
+"""The story of an export: load, trace, write weights, rewrite, bundle, verify.
+
+The PyTorch model is gone before ONNX Runtime opens the result, and weights stream from the one to
+the other through the file, so memory holds about one copy of them at any time. Heavy modules are
+imported where a stage needs them: a refusal of the output path must not wait for PyTorch.
+"""
+
+import ctypes
+import dataclasses
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvconv import names
+from kvconv.converter import bundle
+from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
+from kvconv.errors import ExportError, VerificationError
+from kvconv.manifest import CacheLayer, Manifest, Source, Verification
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvconv.converter.decoder_spec import DecoderSpec
+    from kvconv.converter.rewrite import RewriteReport
+
+
+def export(
+    model: str,
+    output: str | Path,
+    options: ExportOptions | None = None,
+    verifier: Verifier | None = None,
+    *,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Convert a decoder into a bundle.
+
+    Args:
+        model: Hub id, local folder, or .gguf file.
+        output: The bundle to write; it appears only when it is complete.
+        options: Everything else; None is the defaults.
+        verifier: Compares the result with PyTorch; None skips that, and the manifest says so.
+        progress: Hears the name of each stage as it begins.
+
+    Raises:
+        OutputExistsError: The output is there already, or cannot be written.
+        ModelNotFoundError: There is no such model, or its files are damaged.
+        UnsupportedModelError: The model is no decoder, or has a feature that kvconv lacks.
+        ExportError: Tracing or writing failed.
+        RewriteError: An attention could not be rewritten.
+        VerificationError: The result differs from PyTorch by more than the dtype's tolerance.
+    """
+    options = options or ExportOptions()
+    stages = _Stages(progress)
+    with bundle.new_bundle(Path(output), overwrite=options.overwrite) as folder:
+        traced = _trace(model, options, verifier, folder, stages)
+        _release_memory()
+        with stages("rewrite"):
+            report = _rewrite(folder, options)
+        with stages("finish"):
+            manifest = _finish(folder, options, traced, report)
+        verification = manifest.verification
+        if verifier is not None:
+            with stages("verify"):
+                verification = verifier.compare(folder, traced.reference)
+            _check_passed(verification)
+            dataclasses.replace(manifest, verification=verification).write(folder)
+        size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    return ExportReport(
+        path=Path(output),
+        rewrites=dict(report.counts),
+        refusals=tuple(str(refusal) for refusal in report.refusals),
+        seconds=stages.seconds,
+        verification=verification,
+        peak_memory_mb=_peak_memory_mb(),
+        size_bytes=size_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traced:
+    """What outlives the PyTorch model."""
+
+    spec: "DecoderSpec"
+    source: Source
+    max_sequence_length: int
+    reference: object
+
+
+class _Stages:
+    """Times the stages and announces them."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        if self._progress is not None:
+            self._progress(stage)
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - start
+
+
+def _trace(
+    model: str,
+    options: ExportOptions,
+    verifier: Verifier | None,
+    folder: Path,
+    stages: _Stages,
+) -> _Traced:
+    """Do all that needs PyTorch; its model dies with this function's frame."""
+    with stages("load"):
+        from kvconv.converter.decoder_spec import describe
+        from kvconv.converter.load import load_model
+        from kvconv.converter.quiet import quiet
+        from kvconv.converter.simplify import simplify
+        from kvconv.converter.trace import trace
+        from kvconv.converter.weights import lay_out, save
+
+        loaded = load_model(
+            model,
+            revision=options.revision,
+            cache_dir=options.cache_dir,
+            trust_remote_code=options.trust_remote_code,
+            dtype=options.dtype,
+        )
+        spec = describe(loaded.model)
+        max_sequence_length = _max_sequence_length(spec, options.max_sequence_length)
+        weights = {id(weight): weight for weight in loaded.model.parameters()}
+        bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
+    reference = None
+    if verifier is not None:
+        with stages("reference"), quiet():
+            reference = verifier.reference(loaded.model, loaded.tokenizer)
+    with stages("trace"):
+        graph = trace(loaded.model, spec, opset=options.opset)
+        lay_out(graph)
+        simplify(graph)
+    with stages("write weights"):
+        save(graph, folder)
+        _save_configs(loaded.model, loaded.tokenizer, folder)
+    return _Traced(spec, loaded.source, max_sequence_length, reference)
+
+
+def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> int:
+    largest = spec.max_position_embeddings
+    if wanted is None and largest is None:
+        raise ExportError(
+            f"The config of {spec.architecture} does not say how many tokens it was made for. "
+            f"Say it with --max-sequence-length."
+        )
+    if wanted is not None and largest is not None and wanted > largest:
+        raise ExportError(
+            f"--max-sequence-length is {wanted}, but {spec.architecture} was made for {largest} "
+            f"tokens. Choose at most {largest}."
+        )
+    length = largest if wanted is None else wanted
+    assert length is not None
+    return length
+
+
+def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folder: Path) -> None:
+    from kvconv.converter.quiet import quiet
+    from kvconv.converter.tokenizer import save_tokenizer
+
+    with quiet():
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder)
+
+
+def _rewrite(folder: Path, options: ExportOptions) -> "RewriteReport":
+    from kvconv.converter.rewrite import read_graph, rewrite, write_graph
+
+    path = folder / names.MODEL_FILE
+    graph = read_graph(path)
+    report = rewrite(graph, attention=options.attention, opset=options.opset)
+    write_graph(graph, path)
+    return report
+
+
+def _finish(
+    folder: Path, options: ExportOptions, traced: _Traced, report: "RewriteReport"
+) -> Manifest:
+    """Add the op library and the manifest; the folder is a bundle afterwards."""
+    import shutil
+
+    import onnx
+
+    from kvconv.custom_ops import library_path
+
+    if options.attention == "flash":
+        shutil.copyfile(library_path(), folder / names.LIBRARY_FILE)
+    onnx.checker.check_model(folder / names.MODEL_FILE)
+    graph = onnx.load(folder / names.MODEL_FILE, load_external_data=False).graph
+    spec = traced.spec
+    manifest = Manifest(
+        source=traced.source,
+        architecture=spec.architecture,
+        model_type=spec.model_type,
+        attention=options.attention,
+        dtype=spec.dtype,
+        weights_dtype=spec.dtype,
+        opset=options.opset,
+        op_version=names.OP_VERSION if options.attention == "flash" else None,
+        vocab_size=spec.vocab_size,
+        max_sequence_length=traced.max_sequence_length,
+        eos_token_ids=spec.eos_token_ids,
+        bos_token_id=spec.bos_token_id,
+        pad_token_id=spec.pad_token_id,
+        cache_layers=_cache_layers(spec, report.windows),
+        inputs=tuple(value.name for value in graph.input),
+        outputs=tuple(value.name for value in graph.output),
+        rewrites=report.counts,
+        files=bundle.list_files(folder),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _cache_layers(spec: "DecoderSpec", windows: tuple[int | None, ...]) -> tuple[CacheLayer, ...]:
+    return tuple(
+        CacheLayer(
+            num_key_value_heads=shape.num_key_value_heads,
+            key_head_dim=shape.key_head_dim,
+            value_head_dim=shape.value_head_dim,
+            dtype=spec.dtype,
+            window_size=window,
+        )
+        for shape, window in zip(spec.cache_shapes, windows, strict=True)
+    )
+
+
+def _check_passed(verification: Verification) -> None:
+    failed = next((check for check in verification.checks if not check.passed), None)
+    if verification.status == "failed" and failed is not None:
+        assert verification.tolerance is not None
+        raise VerificationError(
+            f"The exported model differs from PyTorch: in the check {failed.name!r} the logits "
+            f"differ by up to {failed.max_abs:.3g} (tolerance {verification.tolerance:.3g}) and "
+            f"{failed.top1:.1%} of the most likely tokens agree. Please report this model; "
+            f"--no-verify exports it all the same.",
+            check=failed.name,
+            max_abs=failed.max_abs,
+            tolerance=verification.tolerance,
+        )
+
+
+def _release_memory() -> None:
+    """Give the PyTorch model's memory back to the system, for ONNX Runtime to use."""
+    gc.collect()  # cycles keep the weights alive
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps freed pages
+        if trim is not None:
+            trim(0)
+
+
+def _peak_memory_mb() -> float | None:
+    """Return the largest resident memory of this process so far."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024**2 if sys.platform == "darwin" else 1024)  # bytes there, KiB elsewhere

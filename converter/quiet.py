@@ -1,0 +1,31 @@
+"""Keeps notes that libraries write about their own internals off the user's screen."""
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+
+import tqdm  # type: ignore[import-untyped]
+
+_LOGGERS = ("torch.onnx", "transformers", "onnxscript", "onnx_ir")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings, informative log records and progress bars of the libraries we drive."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    show_bar = tqdm.tqdm.__init__
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    # transformers has a switch for its bars, but reading GGUF goes past it.
+    tqdm.tqdm.__init__ = functools.partialmethod(show_bar, disable=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        tqdm.tqdm.__init__ = show_bar

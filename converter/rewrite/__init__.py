@@ -1,0 +1,150 @@
+"""Rewriting: a traced graph becomes one that ONNX Runtime runs fast, or runs at all.
+
+A rule is one module with `apply(editor) -> Outcome`, and inside it a pattern (what it looks for),
+a check (is it safe) and a rewrite (what replaces it). A match that fails its check is a `Refusal`,
+a sentence and a node, and stays as it was. Rules know nothing of each other; this module alone
+knows their order. Running the list twice changes nothing.
+
+The flash flavour, in order, and why:
+
+1. `tidy`                 Merges repeated work: later rules meet each mask, cos and sin once.
+2. `past_length`          Before masks are evaluated: afterwards they depend on attention_mask,
+                          position_ids and the shape of input_ids only, which probes can supply.
+3. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
+                          rotation outside, heads moved by Transpose): right, not yet fast.
+4. `mask`                 Bias -> causal, window_size and attention_mask.
+5. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
+6. `heads`                Transposes and Reshapes around the op disappear.
+7. `num_logits_to_keep`   Slice in front of the LM head.
+8. `float32_logits`       After the Slice, so that only kept logits are cast.
+9. `tidy`                 Again, over what the rules left behind.
+10. `cache_use`           A check: nothing but the op may look at the cache.
+
+The standard flavour replaces 3 to 6 by `standard` (ONNX Attention or decomposed operators).
+
+The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
+evaluation refuses to reach them. Graphs are read and written by `io`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_graphsurgeon as gs
+
+from kvconv import names
+from kvconv.converter.rewrite import (
+    cache_use,
+    flash,
+    float32_logits,
+    heads,
+    mask,
+    num_logits,
+    past_length,
+    rotary,
+    standard,
+    tidy,
+)
+from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find
+from kvconv.converter.rewrite.io import read_graph, restore_overridable, write_graph
+from kvconv.errors import RewriteError
+
+__all__ = [
+    "Refusal",
+    "RewriteReport",
+    "read_graph",
+    "restore_overridable",
+    "rewrite",
+    "write_graph",
+]
+
+_Rule = tuple[str, Callable[[Editor], Outcome]]
+_BEFORE: tuple[_Rule, ...] = ((tidy.NAME, tidy.apply), (past_length.NAME, past_length.apply))
+_AFTER: tuple[_Rule, ...] = (
+    (num_logits.NAME, num_logits.apply),
+    (float32_logits.NAME, float32_logits.apply),
+    (tidy.NAME, tidy.apply),
+)
+_RULES: dict[str, tuple[_Rule, ...]] = {
+    "flash": (
+        *_BEFORE,
+        (flash.NAME, flash.apply),
+        (mask.NAME, mask.apply),
+        (rotary.NAME, rotary.apply),
+        (heads.NAME, heads.apply),
+        *_AFTER,
+    ),
+    "standard": (*_BEFORE, (standard.NAME, standard.apply), *_AFTER),
+}
+_MUST_FIRE = {flash.NAME, standard.NAME}
+"""Rules that must rewrite every placeholder."""
+_PAST_KEY = names.FLASH_ATTENTION_INPUTS.index("past_key")
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteReport:
+    """What rewriting did.
+
+    Attributes:
+        counts: Rule name -> times it fired, in the order of the rules.
+        refusals: What rules left alone, and why.
+        windows: Per layer, the tokens a query sees, its own included; None for all.
+    """
+
+    counts: dict[str, int]
+    refusals: tuple[Refusal, ...]
+    windows: tuple[int | None, ...]
+
+
+def rewrite(
+    graph: gs.Graph, *, attention: Literal["flash", "standard"], opset: int
+) -> RewriteReport:
+    """Rewrite a traced graph in place.
+
+    Args:
+        graph: As traced, with `kvconv.trace::Attention` placeholders; may have been rewritten
+            already, which changes nothing.
+        attention: Flavour of the attention nodes.
+        opset: Version of the default ONNX domain that the graph uses.
+
+    Raises:
+        RewriteError: A placeholder could not be rewritten, or something besides the op reads the
+            cache.
+    """
+    graph.opset = opset
+    editor = Editor(graph)
+    placeholders = find(graph, names.TRACE_ATTENTION, names.TRACE_DOMAIN)
+    expected = len(placeholders)
+    counts: dict[str, int] = {}
+    refusals: list[Refusal] = []
+    windows: tuple[int | None, ...] = ()
+    for name, apply in _RULES[attention]:
+        if name == standard.NAME:
+            windows = mask.windows(graph, placeholders)  # while there are masks to ask
+        outcome = apply(editor)
+        counts[name] = counts.get(name, 0) + outcome.count
+        refusals += outcome.refusals
+        if name in _MUST_FIRE and outcome.count < expected:
+            raise _error(expected, outcome.count, outcome.refusals)
+    if attention == "flash":
+        if stray := cache_use.check(graph):
+            raise RewriteError(
+                f"The cache is used outside attention. {stray[0]}.",
+                expected=expected, found=expected, refusals=[str(refusal) for refusal in stray],
+            )  # fmt: skip
+        windows = _flash_windows(graph)
+    return RewriteReport(counts, tuple(refusals), windows)
+
+
+def _flash_windows(graph: gs.Graph) -> tuple[int | None, ...]:
+    """Return the window of each layer's node, by layer index."""
+    nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
+    of_layer = {node.inputs[_PAST_KEY].name: node.attrs["window_size"] or None for node in nodes}
+    return tuple(of_layer[names.past_key(layer)] for layer in range(len(nodes)))
+
+
+def _error(expected: int, found: int, refusals: tuple[Refusal, ...]) -> RewriteError:
+    return RewriteError(
+        f"{found} of {expected} attention nodes could be rewritten. {refusals[0]}.",
+        expected=expected, found=found, refusals=[str(refusal) for refusal in refusals],
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""Check `cache_use`: in the flash flavour nothing but FlashAttention looks at the cache.
+
+In the shared buffer mode a cache holds stale and unwritten slots and its dimension 2 is a
+capacity, so any other reader would compute nonsense without an error.
+"""
+
+import onnx_graphsurgeon as gs
+
+from kvconv import names
+from kvconv.converter.rewrite.graph import Refusal
+
+NAME = "cache_use"
+
+
+def check(graph: gs.Graph) -> tuple[Refusal, ...]:
+    """Return one refusal per node that reads past_key_values.* or present.* and may not."""
+    cached = [t for t in graph.inputs if t.name.startswith("past_key_values.")]
+    cached += [t for t in graph.outputs if t.name.startswith("present.")]
+    return tuple(
+        Refusal(NAME, node.name or node.op, f"it reads {tensor.name} ({node.op})")
+        for tensor in cached
+        for node in tensor.outputs
+        if (node.domain, node.op) != (names.OP_DOMAIN, names.OP_NAME)
+    )

@@ -1,0 +1,126 @@
+"""Runs a small part of a graph on probe values, to learn what it computes.
+
+Masks and rotary embeddings are recognised by what they say, not by which nodes they are made of.
+A part is cut from the tensor of interest back to the graph's inputs; a cut that reaches cached
+values or a constant in the weights file is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+
+from kvconv import names
+from kvconv.converter.rewrite.graph import is_external, upstream
+
+Array = npt.NDArray[Any]
+
+
+class NotEvaluableError(Exception):
+    """A cut cannot be run; the message is the reason, and it becomes a refusal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The integer inputs of one run.
+
+    Attributes:
+        attention_mask: [batch_size, total_sequence_length] int64.
+        position_ids: [batch_size, sequence_length] int64.
+    """
+
+    attention_mask: Array
+    position_ids: Array
+
+    @property
+    def past(self) -> int:
+        """Tokens in the cache before the run."""
+        return self.attention_mask.shape[1] - self.position_ids.shape[1]
+
+    def feeds(self) -> dict[str, Array]:
+        """Return the graph inputs by name; input_ids are zeros."""
+        return {
+            names.INPUT_IDS: np.zeros_like(self.position_ids),
+            names.ATTENTION_MASK: self.attention_mask,
+            names.POSITION_IDS: self.position_ids,
+        }
+
+
+def make_probe(attention_mask: Array, sequence_length: int) -> Probe:
+    """Return a probe with the position ids that a mask implies, as Hugging Face computes them."""
+    positions = np.clip(np.cumsum(attention_mask, axis=1) - 1, 0, None)
+    total = attention_mask.shape[1]
+    return Probe(attention_mask.astype(np.int64), positions[:, total - sequence_length :])
+
+
+class Cut:
+    """The part of a graph between some tensors and the inputs, ready to run.
+
+    Args:
+        graph: Where the tensors live; not changed.
+        outputs: Tensors to compute.
+        given: Tensors whose values the caller feeds.
+
+    Raises:
+        NotEvaluableError: The part needs weights, cached values or another attention node.
+    """
+
+    def __init__(
+        self, graph: gs.Graph, outputs: Sequence[gs.Tensor], given: Sequence[gs.Tensor] = ()
+    ) -> None:
+        nodes = upstream(outputs, given)
+        read = {tensor.name: tensor for node in nodes for tensor in node.inputs}
+        for tensor in read.values():
+            if is_external(tensor):
+                raise NotEvaluableError(f"it depends on the weight {tensor.name}")
+            if tensor.name.startswith("past_key_values."):
+                raise NotEvaluableError(f"it depends on {tensor.name}")
+        for node in nodes:
+            if node.domain in (names.OP_DOMAIN, names.TRACE_DOMAIN):
+                raise NotEvaluableError(f"it depends on the attention node {node.name}")
+        wanted = {tensor.name for tensor in [*given, *graph.inputs]}
+        inputs = [tensor for name, tensor in read.items() if name in wanted]
+        computed = {tensor.name for node in nodes for tensor in node.outputs}
+        if not all(tensor.name in computed for tensor in outputs):
+            raise NotEvaluableError("it is an input or a constant")
+        cut = gs.Graph(
+            nodes, inputs, list(outputs), opset=graph.opset, import_domains=graph.import_domains
+        )
+        cut.ir_version = graph.ir_version
+        model = gs.export_onnx(cut, do_type_check=False)
+        del model.graph.value_info[:]
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._inputs = [tensor.name for tensor in inputs]
+        self._outputs = [tensor.name for tensor in outputs]
+        try:
+            self._session = ort.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            raise NotEvaluableError(f"ONNX Runtime refuses it: {_first_line(error)}") from error
+
+    def run(self, values: Mapping[str, Array]) -> list[Array]:
+        """Compute the outputs.
+
+        Args:
+            values: Feeds by name; those that the cut does not read are ignored.
+
+        Raises:
+            NotEvaluableError: ONNX Runtime reports an error, for example about a shape.
+        """
+        feeds = {name: values[name] for name in self._inputs}
+        try:
+            return list(self._session.run(self._outputs, feeds))
+        except Exception as error:
+            raise NotEvaluableError(f"it fails on a probe: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,49 @@
+"""Reads and writes ONNX files as onnx-graphsurgeon graphs, without touching the weights file."""
+
+from pathlib import Path
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from kvconv import names
+
+_OVERRIDABLE = (names.NUM_LOGITS_TO_KEEP,)
+
+
+def read_graph(path: Path) -> gs.Graph:
+    """Read a graph; constants in the weights file stay references to it."""
+    return gs.import_onnx(onnx.load(path, load_external_data=False))
+
+
+def write_graph(graph: gs.Graph, path: Path) -> None:
+    """Write a graph; references into the weights file are written as they were read.
+
+    Overridable initializers get their graph input back, and only operator domains in use are
+    imported.
+    """
+    domains = {node.domain or "" for node in graph.nodes} | {""}
+    imports = {entry.domain: entry.version for entry in graph.import_domains or []}
+    imports |= {domain: names.OP_VERSION for domain in domains if domain == names.OP_DOMAIN}
+    imports.setdefault("", graph.opset)
+    model = gs.export_onnx(
+        graph,
+        opset_imports=[
+            onnx.helper.make_opsetid(domain, version)
+            for domain, version in sorted(imports.items())
+            if domain in domains
+        ],
+    )
+    restore_overridable(model)
+    path.write_bytes(model.SerializeToString())
+
+
+def restore_overridable(model: onnx.ModelProto) -> None:
+    """List num_logits_to_keep among the graph inputs, which makes the initializer overridable."""
+    listed = {entry.name for entry in model.graph.input}
+    for initializer in model.graph.initializer:
+        if initializer.name in _OVERRIDABLE and initializer.name not in listed:
+            model.graph.input.append(
+                onnx.helper.make_tensor_value_info(
+                    initializer.name, initializer.data_type, list(initializer.dims)
+                )
+            )

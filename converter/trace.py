@@ -1,0 +1,326 @@
+"""Turns a loaded decoder into an ONNX graph with an explicit KV cache.
+
+The model runs with an attention function and a mask function of ours, so that each attention call
+becomes one placeholder node (`kvconv.trace::Attention`) which still says what the call said: scale,
+softcap, window, sinks and mask. Everything else becomes plain ONNX operators. The weights are
+shared by reference with the PyTorch model; nothing is copied here.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import sdpa_mask
+
+from kvconv import names
+from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
+from kvconv.converter.quiet import quiet
+from kvconv.errors import ExportError, UnsupportedModelError, root_cause
+
+ATTENTION_NAME = "kvconv"
+"""Name under which transformers knows our attention and mask functions."""
+
+OPSETS = range(18, 24)
+"""Versions of the default ONNX domain that tracing can write."""
+
+# Traced at sizes that no model fixes by accident and that differ from one another.
+_BATCH, _SEQUENCE, _PAST = 2, 3, 5
+
+# Keywords of an attention call that change nothing about the result when the model is not trained.
+_HARMLESS_KEYWORDS = frozenset({
+    "dropout", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_embeddings", "position_ids", "use_cache",
+})  # fmt: skip
+
+
+def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
+    """Trace a decoder into an ONNX graph with explicit past and present.
+
+    The graph's inputs and outputs have the names and dimensions of `kvconv.names`; each attention
+    is one placeholder node whose key and value inputs are the concatenation of past and new.
+
+    Args:
+        model: In eval mode, on the CPU. Its attention implementation is replaced during the call.
+        spec: Facts about the same model.
+        opset: Version of the default ONNX domain, in `OPSETS`.
+
+    Returns:
+        A model whose initializers share memory with the PyTorch weights.
+
+    Raises:
+        UnsupportedModelError: The model computes attention by itself, so nothing stands for it in
+            the graph, or its attention has a feature that the placeholder cannot express.
+        ExportError: PyTorch could not trace the model.
+    """
+    inputs = _example_inputs(spec)
+    wrapper = _ExplicitCache(model, spec).eval()
+    with quiet(), _our_attention(model, spec), torch.no_grad():
+        try:
+            program = torch.onnx.export(
+                wrapper,
+                tuple(inputs.values()),
+                dynamo=True,
+                dynamic_shapes=_dynamic_shapes(inputs),
+                input_names=_input_names(inputs),
+                output_names=[names.LOGITS, *_cache_names("present", len(spec.cache_shapes))],
+                opset_version=opset,
+                optimize=False,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            refusal = _refusal(error)
+            if refusal is not None:
+                raise refusal from error
+            raise ExportError(
+                f"PyTorch cannot trace {spec.architecture}: {root_cause(error)} "
+                f"Show the whole story with --debug; a newer transformers may help."
+            ) from error
+    if program is None:
+        raise ExportError(f"PyTorch returned no graph for {spec.architecture}.")
+    _name_dimensions(program.model.graph)
+    _check_placeholders(program.model.graph, spec)
+    return program.model
+
+
+class _ExplicitCache(torch.nn.Module):
+    """The decoder as a function of its cache: past tensors in, logits and present tensors out."""
+
+    def __init__(self, model: PreTrainedModel, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.model = model
+        self.cache_argument = spec.cache_argument
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        past_key_values: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Run the decoder on new tokens; every layer keeps the whole past, windowed ones too."""
+        cache = DynamicCache()
+        cache.layers = [_filled_layer(key, value) for key, value in past_key_values]
+        arguments: dict[str, Any] = {self.cache_argument: cache}
+        if position_ids is not None:
+            arguments["position_ids"] = position_ids
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **arguments
+        )
+        return output.logits, [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _filled_layer(key: torch.Tensor, value: torch.Tensor) -> DynamicLayer:
+    """Return a cache layer that holds a past, without the concatenation `update` would trace."""
+    layer = DynamicLayer()
+    layer.lazy_initialization(key, value)
+    layer.keys, layer.values = key, value
+    return layer
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stand for one attention call of transformers' attention interface.
+
+    Args:
+        module: The attention layer; knows its layer index.
+        query: [batch_size, num_attention_heads, sequence_length, head_dim] (BNSH).
+        key: [batch_size, num_key_value_heads, total_sequence_length, head_dim] (BNSH).
+        value: Like key, of its own width.
+        attention_mask: bool (True = attend) or float (added), broadcastable to
+            [batch_size, num_attention_heads, sequence_length, total_sequence_length].
+        scaling: Factor of the scores; None is 1/sqrt(head_dim).
+        softcap: Bound of the scores; None or 0 is none.
+        sliding_window: Tokens a query sees, itself included; None is all.
+        is_causal: What an absent mask means; None asks the module.
+        s_aux: Sinks, [num_attention_heads].
+        keywords: Anything else a model passes; refused unless known to be harmless.
+
+    Returns:
+        Output [batch_size, sequence_length, num_attention_heads, value_head_dim], and no weights.
+    """
+    unknown = sorted(
+        name
+        for name, given in keywords.items()
+        if given is not None and name not in _HARMLESS_KEYWORDS
+    )
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} calls its attention with {', '.join(unknown)}, which kvconv "
+            f"does not model yet."
+        )
+    batch_size, num_heads, sequence_length, head_dim = query.shape
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    output = torch.onnx.ops.symbolic(
+        f"{names.TRACE_DOMAIN}::{names.TRACE_ATTENTION}",
+        (query, key, value, attention_mask, s_aux),
+        {
+            "layer_index": _layer_index(module),
+            "num_heads": int(num_heads),
+            "kv_num_heads": int(key.shape[1]),
+            "head_dim": int(head_dim),
+            "value_head_dim": int(value.shape[3]),
+            "scale": float(head_dim**-0.5 if scaling is None else scaling),
+            "softcap": float(softcap or 0),
+            "window_size": int(sliding_window or 0),
+            "is_causal": int(causal),
+        },
+        dtype=query.dtype,
+        shape=(batch_size, sequence_length, num_heads, value.shape[3]),
+        version=1,
+    )
+    return output, None
+
+
+def _layer_index(module: torch.nn.Module) -> int:
+    layer_index = getattr(module, "layer_idx", None)
+    if not isinstance(layer_index, int):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not know its layer index (layer_idx), so kvconv cannot "
+            f"tell which cache it uses."
+        )
+    return layer_index
+
+
+def _mask(*positional: Any, **keywords: Any) -> torch.Tensor | None:
+    """Build the boolean mask as for sdpa, but never leave it out because it is plainly causal."""
+    keywords |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: torch.Tensor | None = sdpa_mask(*positional, **keywords)
+    return mask
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+
+
+def _example_inputs(spec: DecoderSpec) -> dict[str, Any]:
+    """Return inputs of the traced sizes: one padded slot, so that no mask is trivially full."""
+    total = _PAST + _SEQUENCE
+    attention_mask = torch.ones((_BATCH, total), dtype=torch.int64)
+    attention_mask[0, 0] = 0
+    inputs: dict[str, Any] = {
+        "input_ids": torch.arange(_BATCH * _SEQUENCE).reshape(_BATCH, _SEQUENCE),
+        "attention_mask": attention_mask,
+        "position_ids": None,
+    }
+    if spec.has_position_ids:
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        inputs["position_ids"] = position_ids[:, _PAST:].contiguous()
+    dtype = getattr(torch, spec.dtype)
+    inputs["past_key_values"] = [_example_past(shape, dtype) for shape in spec.cache_shapes]
+    return inputs
+
+
+def _example_past(shape: CacheShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    leading = (_BATCH, shape.num_key_value_heads, _PAST)
+    return (
+        torch.zeros((*leading, shape.key_head_dim), dtype=dtype),
+        torch.zeros((*leading, shape.value_head_dim), dtype=dtype),
+    )
+
+
+def _dynamic_shapes(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Name the dynamic dimensions; all layers share one symbol for the past.
+
+    The mask's width is past + new, which torch.export's named dimensions cannot say: it is left to
+    the tracer and named afterwards.
+    """
+    batch = torch.export.Dim(names.DIM_BATCH)
+    tokens = {0: batch, 1: torch.export.Dim(names.DIM_SEQUENCE)}
+    past = {0: batch, 2: torch.export.Dim(names.DIM_PAST)}
+    return {
+        "input_ids": tokens,
+        "attention_mask": {0: batch, 1: torch.export.Dim.DYNAMIC},
+        "position_ids": None if inputs["position_ids"] is None else tokens,
+        "past_key_values": [(past, past)] * len(inputs["past_key_values"]),
+    }
+
+
+def _input_names(inputs: dict[str, Any]) -> list[str]:
+    plain = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+    return [*plain, *_cache_names("past", len(inputs["past_key_values"]))]
+
+
+def _cache_names(side: str, num_layers: int) -> list[str]:
+    key, value = (
+        (names.past_key, names.past_value)
+        if side == "past"
+        else (names.present_key, names.present_value)
+    )
+    return [name for index in range(num_layers) for name in (key(index), value(index))]
+
+
+def _name_dimensions(graph: ir.Graph) -> None:
+    """Call the mask's width, and every sum of past and new, total_sequence_length."""
+    inputs = {value.name: value for value in graph.inputs}
+    mask_shape = inputs[names.ATTENTION_MASK].shape
+    assert mask_shape is not None
+    past, new = names.DIM_PAST, names.DIM_SEQUENCE
+    totals = {str(mask_shape[1]), f"{past} + {new}", f"{new} + {past}"}
+    produced = (value for node in graph for value in node.outputs)
+    for value in (*graph.inputs, *produced):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                names.DIM_TOTAL if str(dim) in totals else dim for dim in value.shape
+            )
+
+
+def _check_placeholders(graph: ir.Graph, spec: DecoderSpec) -> None:
+    layers = sorted(
+        node.attributes["layer_index"].as_int()
+        for node in graph
+        if node.domain == names.TRACE_DOMAIN and node.op_type == names.TRACE_ATTENTION
+    )
+    if layers != list(range(len(spec.cache_shapes))):
+        raise _own_attention(spec, len(layers))
+
+
+def _own_attention(spec: DecoderSpec, num_calls: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{spec.architecture} has attention code of its own: it calls transformers' attention "
+        f"interface {num_calls} times for {len(spec.cache_shapes)} layers. kvconv needs exactly "
+        f"one call per layer; choose a model whose class supports AttentionInterface.",
+        model_type=spec.model_type,
+    )
+
+
+@contextlib.contextmanager
+def _our_attention(model: PreTrainedModel, spec: DecoderSpec) -> Iterator[None]:
+    """Switch a model to our attention functions and back."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        # A class that does not know the interface only logs that, and keeps what it had.
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise _own_attention(spec, 0)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _refusal(error: BaseException) -> UnsupportedModelError | None:
+    """Return the refusal of ours that the exporter wrapped into its own errors, if any."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UnsupportedModelError):
+        cause = cause.__cause__
+    return cause

@@ -1,0 +1,122 @@
+"""`kvconv export`: convert a decoder into a bundle."""
+
+import dataclasses
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvconv.cli.common import Command, needs_extra, print_json, print_status
+from kvconv.cli.verify import describe
+
+if TYPE_CHECKING:
+    from kvconv.converter import ExportReport
+
+
+@click.command(cls=Command, short_help="Convert a Hugging Face decoder into a bundle.")
+@click.argument("model")
+@click.option(
+    "-o", "--output", required=True, metavar="BUNDLE",
+    type=click.Path(path_type=Path), help="Folder to write; it appears only when complete.",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True,
+    help="Type of weights and activations.",
+)  # fmt: skip
+@click.option(
+    "--attention", type=click.Choice(["flash", "standard"]), default="flash", show_default=True,
+    help="flash: kvconv's own op, in-place cache. standard: ONNX operators only.",
+)  # fmt: skip
+@click.option(
+    "--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS",
+    help="Most tokens, prompt and new, that a cache may hold. [default: the model's]",
+)  # fmt: skip
+@click.option(
+    "--opset", type=click.IntRange(18, 23), default=23, show_default=True,
+    help="ONNX operator set version; lower ones serve older runtimes.",
+)  # fmt: skip
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), envvar="KVCONV_CACHE_DIR", show_envvar=True,
+    help="Where hub files are kept. [default: Hugging Face's cache]",
+)  # fmt: skip
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings.")
+@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there already.")
+@click.option("--no-verify", is_flag=True, help="Skip the comparison with PyTorch.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line.")
+def command(model: str, output: Path, no_verify: bool, as_json: bool, **options: Any) -> None:
+    r"""Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
+
+    MODEL is a hub id, a folder made by save_pretrained, or a .gguf file. A private hub model needs
+    HF_TOKEN.
+
+    \b
+    kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
+    kvconv export models/SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2 --dtype float16
+    """
+    with needs_extra("cpu,export"):
+        from kvconv.converter import ExportOptions, export
+        from kvconv.verify import Verifier
+
+        checks = Verifier(max_sequence_length=options["max_sequence_length"])
+        verifier = None if no_verify else checks
+        stages = _StageLines()
+        try:
+            report = export(model, output, ExportOptions(**options), verifier, progress=stages)
+        finally:
+            stages.close()
+    if as_json:
+        print_json(_as_json(report))
+    else:
+        _show(report)
+
+
+class _StageLines:
+    """One line per stage on stderr; its seconds follow when it ends."""
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+
+    def __call__(self, stage: str) -> None:
+        self.close()
+        self._start = time.perf_counter()
+        self._write(f"{stage:<15}")
+
+    def close(self) -> None:
+        """End the line of the stage that runs, if one does."""
+        if self._start is not None:
+            self._write(f"{time.perf_counter() - self._start:7.1f} s\n")
+            self._start = None
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _show(report: "ExportReport") -> None:
+    rewrites = ", ".join(f"{name} {count}" for name, count in report.rewrites.items() if count)
+    print_status(f"rewrites       {rewrites}")
+    for refusal in report.refusals:
+        print_status(f"left alone     {refusal}")
+    for line in describe(report.verification):
+        print_status(line)
+    memory = (
+        "" if report.peak_memory_mb is None else f", peak memory {report.peak_memory_mb:.0f} MB"
+    )
+    print_status(
+        f"bundle         {report.path}, {report.size_bytes / 1e6:.0f} MB, "
+        f"{sum(report.seconds.values()):.1f} s{memory}"
+    )
+    path = shlex.quote(str(report.path))
+    print_status(f'\nNext: kvconv run {path} "What is the capital of France?"')
+
+
+def _as_json(report: "ExportReport") -> dict[str, Any]:
+    return dataclasses.asdict(report) | {
+        "path": str(report.path),
+        "seconds": {stage: round(seconds, 3) for stage, seconds in report.seconds.items()},
+    }
