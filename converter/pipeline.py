@@ -240,6 +240,15 @@ def _cache_layers(spec: "DecoderSpec", windows: tuple[int | None, ...]) -> tuple
     )
 
 
+def _release_memory() -> None:
+    """Give the PyTorch model's memory back to the system, for ONNX Runtime to use."""
+    gc.collect()  # cycles keep the weights alive
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps freed pages
+        if trim is not None:
+            trim(0)
+
+
 def _peak_memory_mb() -> float | None:
     """Return the largest resident memory of this process so far."""
     try:
