@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import is_external, upstream
+from kvconv.converter.rewrite.graph import is_external, is_past, upstream
 
 Array = npt.NDArray[Any]
 
@@ -77,7 +77,7 @@ class Cut:
         for tensor in read.values():
             if is_external(tensor):
                 raise NotEvaluableError(f"it depends on the weight {tensor.name}")
-            if tensor.name.startswith("past_key_values."):
+            if is_past(tensor):
                 raise NotEvaluableError(f"it depends on {tensor.name}")
         for node in nodes:
             if node.domain in (names.OP_DOMAIN, names.TRACE_DOMAIN):

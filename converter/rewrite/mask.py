@@ -18,13 +18,9 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.evaluate import Array, Cut, NotEvaluableError, Probe, make_probe
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, optional_input
+from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, get_operand, set_operand
 
 NAME = "mask"
-_MASK = names.FLASH_ATTENTION_INPUTS.index("attention_mask")
-_BIAS = names.FLASH_ATTENTION_INPUTS.index("attention_bias")
-_SLOPES = names.FLASH_ATTENTION_INPUTS.index("alibi_slopes")
-_SINK = names.FLASH_ATTENTION_INPUTS.index("head_sink")
 _LONG_PAST = 2**20 + 2
 """Past length of the probe that finds a window; longer than the windows in use."""
 
@@ -77,28 +73,24 @@ def apply(editor: Editor) -> Outcome:
 
 
 def _pattern(node: gs.Node) -> gs.Tensor | None:
-    return None if node.attrs["causal"] else optional_input(node, _BIAS)
+    return None if node.attrs["causal"] else get_operand(node, "attention_bias")
 
 
 def _check(node: gs.Node, said: Visibility | str) -> Visibility | str:
     """Return what a mask says if this node may say it with attributes, or why not."""
     if isinstance(said, str) or said.slopes is None:
         return said
-    if optional_input(node, _SINK) is not None:
+    if get_operand(node, "head_sink") is not None:
         return "with a head sink it matters what is added to a whole row"
     return said
 
 
 def _rewrite(editor: Editor, node: gs.Node, visibility: Visibility) -> None:
-    node.inputs[_MASK] = editor.input(names.ATTENTION_MASK)
-    node.inputs[_BIAS] = gs.Variable.empty()
+    set_operand(node, "attention_mask", editor.input(names.ATTENTION_MASK))
+    set_operand(node, "attention_bias", None)
     if visibility.slopes is not None:
         slopes = np.broadcast_to(visibility.slopes, node.attrs["num_heads"])
-        while len(node.inputs) <= _SLOPES:
-            node.inputs.append(gs.Variable.empty())
-        node.inputs[_SLOPES] = editor.constant(slopes.astype(np.float32))
-    while node.inputs[-1].is_empty():
-        node.inputs.pop()
+        set_operand(node, "alibi_slopes", editor.constant(slopes.astype(np.float32)))
     node.attrs["causal"] = int(visibility.causal)
     node.attrs["window_size"] = visibility.window_size or 0
 

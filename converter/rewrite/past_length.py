@@ -13,7 +13,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, producer, replace_uses
+from kvconv.converter.rewrite.graph import (
+    Editor,
+    Outcome,
+    Refusal,
+    find,
+    is_past,
+    producer,
+    replace_uses,
+)
 
 NAME = "past_length"
 
@@ -39,7 +47,7 @@ def _pattern(shape: gs.Node) -> gs.Variable | None:
     above = producer(tensor)
     if above is not None and above.op == "Concat" and above.attrs["axis"] in (2, -2):
         tensor = above.inputs[0]
-    return tensor if tensor.name.startswith("past_key_values.") else None
+    return tensor if is_past(tensor) else None
 
 
 def _check(past: gs.Variable) -> str | None:

@@ -19,6 +19,7 @@ from kvconv.converter.rewrite.graph import (
     attributes_key,
     constant_key,
     is_external,
+    is_past,
     producer,
     sort,
 )
@@ -100,9 +101,7 @@ class Walker:
     def __init__(self, graph: gs.Graph) -> None:
         sort(graph)
         self._order = {id(node): index for index, node in enumerate(graph.nodes)}
-        self._data = {names.INPUT_IDS} | {
-            tensor.name for tensor in graph.inputs if tensor.name.startswith("past_key_values.")
-        }
+        self._data = {names.INPUT_IDS} | {tensor.name for tensor in graph.inputs if is_past(tensor)}
         for node in graph.nodes:
             if node.op != "Shape" and (node.domain or any(map(self._is_data, node.inputs))):
                 self._data |= {tensor.name for tensor in node.outputs}
