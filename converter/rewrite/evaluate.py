@@ -115,6 +115,9 @@ class Cut:
         Raises:
             NotEvaluableError: ONNX Runtime reports an error, for example about a shape.
         """
+        for name in self._inputs:
+            if name not in values:
+                raise NotEvaluableError(f"it depends on the input {name}")
         feeds = {name: values[name] for name in self._inputs}
         try:
             return list(self._session.run(self._outputs, feeds))

@@ -91,6 +91,11 @@ class Editor:
         """Return an int64 [len(values)] constant."""
         return self.constant(np.array(values, np.int64))
 
+    def dimension(self, name: str, axis: int) -> gs.Variable:
+        """Return one dimension of a graph input, int64 [1]."""
+        attrs = {"start": axis, "end": axis + 1}
+        return self.add("Shape", [self.input(name)], attrs, dtype=np.int64, shape=[1])
+
     def add(
         self,
         op: str,

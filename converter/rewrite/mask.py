@@ -132,16 +132,22 @@ def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
 def _guess(cut: Cut) -> Visibility | str:
     """Read causality, slopes and window off two probes; the probes proper then judge."""
     short = _read(cut, make_probe(np.ones((1, 2), np.int64), 2))
-    long = _read(cut, make_probe(np.ones((1, _LONG_PAST + 1), np.int64), 1))
+    long = _read(cut, _long_probe())
     if isinstance(short, str) or isinstance(long, str):
         return short if isinstance(short, str) else str(long)
     slopes = short.added[0, :, 1, 1] - short.added[0, :, 1, 0]
-    slots = int(long.seen[0, 0, 0].sum())
+    slots = long.seen.sum(-1)
+    if slots.min() != slots.max():
+        return "its heads see different slots"
     return Visibility(
         causal=not short.seen[..., 0, 1].any(),
-        window_size=slots if slots <= _LONG_PAST else None,
+        window_size=int(slots.max()) if slots.max() <= _LONG_PAST else None,
         slopes=tuple(slopes.tolist()) if slopes.any() else None,
     )
+
+
+def _long_probe() -> Probe:
+    return make_probe(np.ones((1, _LONG_PAST + 1), np.int64), 1)
 
 
 def _probes(window: int | None) -> Iterator[Probe]:
@@ -160,6 +166,7 @@ def _probes(window: int | None) -> Iterator[Probe]:
         mask[4, total // 3 : total // 2] = 0  # right padding, then new tokens: a hole
         mask[5] = random.integers(0, 2, total)
         yield make_probe(mask, new)
+    yield _long_probe()
 
 
 def _compare(cut: Cut, probe: Probe, visibility: Visibility) -> str | None:
@@ -208,9 +215,10 @@ def _read(cut: Cut, probe: Probe) -> _Read | str:
     """Evaluate a mask; returns why it is none if its shape is wrong."""
     (values,) = cut.run(probe.feeds())
     total = probe.attention_mask.shape[1]
-    if values.ndim != 4 or {values.shape[2], values.shape[3]} - {1, total - probe.past, total}:
+    new = total - probe.past
+    if values.ndim != 4 or values.shape[2] not in (1, new) or values.shape[3] not in (1, total):
         return f"its shape is {values.shape}, not [batch, heads, sequence, total]"
-    values = np.broadcast_to(values, (*values.shape[:2], total - probe.past, total))
+    values = np.broadcast_to(values, (*values.shape[:2], new, total))
     if values.dtype == bool:
         return _Read(values, np.broadcast_to(0.0, values.shape))
     seen = values > max(-1e9, float(np.finfo(values.dtype).min))

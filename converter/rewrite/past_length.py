@@ -59,13 +59,13 @@ def _check(past: gs.Variable) -> str | None:
 
 
 def _rewrite(editor: Editor, shape: gs.Node, past: gs.Variable) -> None:
-    total = _dimension(editor, names.ATTENTION_MASK, 1)
+    total = editor.dimension(names.ATTENTION_MASK, 1)
     length = total
     if shape.inputs[0] is past:
-        new = _dimension(editor, names.INPUT_IDS, 1)
+        new = editor.dimension(names.INPUT_IDS, 1)
         length = editor.add("Sub", [total, new], dtype=np.int64, shape=[1])
     dimensions = [
-        _dimension(editor, names.INPUT_IDS, 0), editor.ints(past.shape[1]),
+        editor.dimension(names.INPUT_IDS, 0), editor.ints(past.shape[1]),
         length, editor.ints(past.shape[3]),
     ][slice(shape.attrs.get("start", 0), shape.attrs.get("end"))]  # fmt: skip
     if len(dimensions) == 1:
@@ -75,9 +75,3 @@ def _rewrite(editor: Editor, shape: gs.Node, past: gs.Variable) -> None:
             "Concat", dimensions, {"axis": 0}, dtype=np.int64, shape=[len(dimensions)]
         )
     replace_uses(shape.outputs[0], result)
-
-
-def _dimension(editor: Editor, name: str, axis: int) -> gs.Variable:
-    return editor.add(
-        "Shape", [editor.input(name)], {"start": axis, "end": axis + 1}, dtype=np.int64, shape=[1]
-    )
