@@ -36,7 +36,7 @@ from kvconv.converter.quiet import quiet
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
 from kvconv.manifest import Source
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _CONFIG_FILE = "config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",

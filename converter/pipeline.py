@@ -5,6 +5,7 @@ the other through the file, so memory holds about one copy of them at any time. 
 imported where a stage needs them: a refusal of the output path must not wait for PyTorch.
 """
 
+import ctypes
 import dataclasses
 import gc
 import sys
@@ -56,7 +57,7 @@ def export(
     stages = _Stages(progress)
     with bundle.new_bundle(Path(output), overwrite=options.overwrite) as folder:
         traced = _trace(model, options, verifier, folder, stages)
-        gc.collect()  # PyTorch's weights, which cycles keep alive
+        _release_memory()
         with stages("rewrite"):
             report = _rewrite(folder, options)
         with stages("finish"):
@@ -116,6 +117,7 @@ def _trace(
     with stages("load"):
         from kvconv.converter.decoder_spec import describe
         from kvconv.converter.load import load_model
+        from kvconv.converter.quiet import quiet
         from kvconv.converter.simplify import simplify
         from kvconv.converter.trace import trace
         from kvconv.converter.weights import lay_out, save
@@ -133,7 +135,7 @@ def _trace(
         bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
     reference = None
     if verifier is not None:
-        with stages("reference"):
+        with stages("reference"), quiet():
             reference = verifier.reference(loaded.model, loaded.tokenizer)
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
@@ -251,6 +253,15 @@ def _check_passed(verification: Verification) -> None:
             max_abs=failed.max_abs,
             tolerance=verification.tolerance,
         )
+
+
+def _release_memory() -> None:
+    """Give the PyTorch model's memory back to the system, for ONNX Runtime to use."""
+    gc.collect()  # cycles keep the weights alive
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps freed pages
+        if trim is not None:
+            trim(0)
 
 
 def _peak_memory_mb() -> float | None:

@@ -25,6 +25,9 @@ PREFILL_CHUNK_TOKENS = 512
 
 GREEDY = SamplingParams()
 
+# Padding is masked, so any token does; models do not agree on one, and some have none.
+_PADDING_ID = 0
+
 
 class Generator:
     """Generates text from a bundle.
@@ -49,7 +52,6 @@ class Generator:
             check_max_sequence_length(manifest, max_sequence_length)
             self.max_sequence_length = max_sequence_length
         self._eos_token_ids = frozenset(manifest.eos_token_ids)
-        self._pad_token_id = manifest.pad_token_id or 0
 
     @classmethod
     def open(
@@ -203,12 +205,10 @@ class Generator:
             CacheFullError: The prompts do not fit; nothing has run.
         """
         cache.check_room(input_ids.shape[1])
-        logits = out
-        for start in range(0, input_ids.shape[1], chunk_tokens):
+        logits = self._run(cache, input_ids[:, :chunk_tokens], attention_mask, out)
+        for start in range(chunk_tokens, input_ids.shape[1], chunk_tokens):
             chunk = input_ids[:, start : start + chunk_tokens]
             logits = self._run(cache, chunk, attention_mask, logits)
-        if logits is None:
-            raise ValueError(f"input_ids is {input_ids.shape}; it must hold a token per row")
         return logits
 
     def decode(
@@ -248,7 +248,7 @@ class Generator:
 
     def _generate(self, rows: list[Row], cache: KVCache, longest: int) -> Iterator[GenerationEvent]:
         # 1. Pad on the left, so that all prompts end in the same slot.
-        input_ids = np.full((len(rows), longest), self._pad_token_id, np.int64)
+        input_ids = np.full((len(rows), longest), _PADDING_ID, np.int64)
         mask = np.ones((len(rows), cache.capacity), np.int64)
         for row in rows:
             padding = longest - len(row.token_ids)
@@ -256,14 +256,14 @@ class Generator:
             mask[row.index, :padding] = 0
         # 2. Run the prompts; these logits' memory serves every step.
         logits = self.prefill(cache, input_ids, mask)
-        token_ids = np.full(len(rows), self._pad_token_id, np.int64)
+        token_ids = np.full(len(rows), _PADDING_ID, np.int64)
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.
             for row in rows:
                 if row.finish_reason is None:
                     event = row.step(logits[row.index, -1])
                     is_done = event.finish_reason is not None
-                    token_ids[row.index] = self._pad_token_id if is_done else event.token_id
+                    token_ids[row.index] = _PADDING_ID if is_done else event.token_id
                     yield event
             if all(row.finish_reason is not None for row in rows):
                 return

@@ -187,13 +187,16 @@ class TopP:
 
     def __call__(self, token_ids: Sequence[int], logits: Logits) -> Logits:
         """Return logits with all others at minus infinity."""
-        # Tokens already out have probability 0: leaving them out of the sort changes nothing.
-        candidates = np.flatnonzero(logits > -np.inf)
-        ascending = candidates[np.argsort(logits[candidates], kind="stable")]
-        below = np.cumsum(_softmax(logits[ascending])) <= 1 - self.top_p
-        below[-1] = False
+        probabilities = _softmax(logits)
+        cut = 1 - self.top_p
+        # All tokens below an equal share of the cut add up to less than it: they need no sorting.
+        candidates = np.flatnonzero(probabilities >= cut / logits.size)
+        ascending = candidates[np.argsort(probabilities[candidates], kind="stable")]
+        unsorted = 1 - probabilities[candidates].sum()
+        is_cut = unsorted + np.cumsum(probabilities[ascending]) <= cut
+        is_cut[-1] = False
         kept = np.zeros(logits.shape, np.bool_)
-        kept[ascending[~below]] = True
+        kept[ascending[~is_cut]] = True
         return _keep(logits, kept)
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvconv.converter.quiet import quiet
 from kvconv.errors import VerificationError
 from kvconv.manifest import CheckResult, Manifest, Verification, check_files
 from kvconv.runtime import Bundle, Session
@@ -77,8 +78,9 @@ class Reference:
 
     Attributes:
         prompt: The prompt, with the logits of as many last positions as MAX_LOGITS allows.
-        decoded: The prompt and PyTorch's greedy tokens, with the logits of the latter.
-        rows: Rows of the padded batch with their decoded tokens; logits of the last positions.
+        decoded: The prompt and up to DECODE_STEPS greedy tokens, with the logits of the latter.
+        rows: Rows of the padded batch: a prompt and up to BATCH_DECODE_STEPS greedy tokens each,
+            with the logits of the last prompt position and of the tokens.
         reprompted: The first half of the prompt and another continuation, with its logits.
         not_checked: Sentences about what the prompt does not reach.
     """
@@ -93,14 +95,23 @@ class Reference:
 class Verifier:
     """Runs the checks; the converter calls it between tracing and the final rename."""
 
-    def __init__(self, *, prompt_tokens: int | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        max_sequence_length: int | None = None,
+        threads: int | None = None,
+    ) -> None:
         """Set the checks up.
 
         Args:
             prompt_tokens: Length of the prompt; None for 128, or past two sliding windows.
+            max_sequence_length: Most tokens the bundle holds; None for what the model's config
+                says. The prompt becomes shorter to fit.
             threads: Threads for ONNX Runtime; None for its default.
         """
         self._prompt_tokens = prompt_tokens
+        self._max_sequence_length = max_sequence_length
         self._threads = threads
 
     def reference(
@@ -113,38 +124,43 @@ class Verifier:
             tokenizer: Encodes the test text; None for pseudo-random ids.
         """
         config = model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or 2**31
-        window = _largest_window(config)
-        not_checked = []
-        length = self._prompt_tokens or PROMPT_TOKENS
-        if window is not None and self._prompt_tokens is None:
-            if window <= MAX_CROSSED_WINDOW:
-                length = max(length, 2 * window + 90)
-            else:
-                not_checked.append(
-                    f"The prompt of {length} tokens does not cross the sliding window of {window}; "
-                    f"kvconv verify --prompt-tokens {2 * window + 90} does."
-                )
-        length = max(4, min(length, limit - DECODE_STEPS - 8))
+        length, steps, not_checked = self._lengths(config)
         prompt = _prompt_ids(tokenizer, config.vocab_size, length)
         kept = max(1, min(length, MAX_LOGITS // config.vocab_size))
+        batch_steps = min(BATCH_DECODE_STEPS, steps)
+        tail = length // 4 + 1
 
-        def logits(input_ids: list[int], keep: int) -> FloatArray:
-            return _pytorch_logits(model, input_ids, min(keep, len(input_ids)))
-
-        rows = []
-        for row_length in (length, max(1, length // 3), min(5, length)):
-            row = _greedy(model, prompt[-row_length:], BATCH_DECODE_STEPS)
-            rows.append(Continuation(row, logits(row, BATCH_DECODE_STEPS + min(kept, 32))))
-        decoded = _greedy(model, prompt, DECODE_STEPS)
-        reprompted = prompt[: length // 2] + prompt[: length // 4 + 1][::-1]
+        decoded = _greedy(model, prompt, steps)
+        rows = [_greedy(model, prompt[-n:], batch_steps) for n in (length // 3 + 1, min(5, length))]
         return Reference(
-            prompt=Continuation(prompt, logits(prompt, kept)),
-            decoded=Continuation(decoded, logits(decoded, DECODE_STEPS)),
-            rows=tuple(rows),
-            reprompted=Continuation(reprompted, logits(reprompted, min(kept, length // 4 + 1))),
-            not_checked=tuple(not_checked),
+            prompt=_forward(model, prompt, kept),
+            decoded=Continuation(decoded.input_ids, decoded.logits[1:]),
+            rows=(_without_last(decoded, steps - batch_steps), *rows),
+            reprompted=_forward(
+                model, prompt[: length // 2] + prompt[:tail][::-1], min(kept, tail)
+            ),
+            not_checked=not_checked,
         )
+
+    def _lengths(self, config: Any) -> tuple[int, int, tuple[str, ...]]:
+        """Return the prompt's length, the decode steps, and what the prompt does not reach."""
+        limit = self._max_sequence_length or getattr(config, "max_position_embeddings", None)
+        window = _largest_window(config)
+        crossing = 2 * window + 90 if window is not None else 0
+        length = self._prompt_tokens or PROMPT_TOKENS
+        if self._prompt_tokens is None and window is not None and window <= MAX_CROSSED_WINDOW:
+            length = max(length, crossing)
+        steps = DECODE_STEPS
+        if limit is not None:
+            steps = min(steps, max(1, limit // 4))
+            length = max(1, min(length, limit - steps))
+        if window is None or length > window:
+            return length, steps, ()
+        sentence = (
+            f"the prompt of {length} tokens does not cross the sliding window of {window}; "
+            f"kvconv verify --prompt-tokens {crossing} does, where the bundle holds so many"
+        )
+        return length, steps, (sentence,)
 
     def compare(self, folder: Path, reference: Any) -> Verification:
         """Drive a bundle through the checks; nothing is written.
@@ -176,8 +192,8 @@ def run_checks(session: Session, manifest: Manifest, reference: Reference) -> Ve
     kept = len(reference.prompt.logits)
     whole = session.run(cache, _row(prompt), num_logits_to_keep=kept)[0]
     check("whole prefill", whole, reference.prompt.logits)
-    steps = [session.run(cache, _row([token]))[0].copy() for token in decoded[len(prompt) :]]
-    check(f"decode, {DECODE_STEPS} steps", np.concatenate(steps), reference.decoded.logits)
+    steps = [session.run(cache, _row([token]))[0] for token in decoded[len(prompt) :]]
+    check(f"decode, {len(steps)} steps", np.concatenate(steps), reference.decoded.logits)
 
     # 5. rewind and re-prompt, on the same cache
     half = len(prompt) // 2
@@ -280,7 +296,7 @@ def _chunked(session: Session, cache: Any, prompt: list[int], kept: int) -> Floa
         wanted = min(len(chunk), position - (len(prompt) - kept))
         logits = session.run(cache, _row(chunk), num_logits_to_keep=max(1, wanted))[0]
         if wanted > 0:
-            pieces.append(logits.copy())
+            pieces.append(logits)
     return np.concatenate(pieces)
 
 
@@ -288,27 +304,20 @@ def _padded_batch(
     session: Session, rows: Sequence[Continuation], pad_id: int
 ) -> tuple[FloatArray, FloatArray]:
     """Run rows as one left-padded batch; return found and wanted logits, rows stacked."""
-    prompts = [row.input_ids[:-BATCH_DECODE_STEPS] for row in rows]
+    steps = len(rows[0].logits) - 1
+    prompts = [row.input_ids[:-steps] for row in rows]
     width = max(map(len, prompts))
-    cache = session.new_cache(len(rows), width + BATCH_DECODE_STEPS)
-    mask = np.ones((len(rows), width + BATCH_DECODE_STEPS), np.int64)
+    cache = session.new_cache(len(rows), width + steps)
+    mask = np.ones((len(rows), width + steps), np.int64)
     input_ids = np.full((len(rows), width), pad_id, np.int64)
     for index, prompt in enumerate(prompts):
         mask[index, : width - len(prompt)] = 0
         input_ids[index, width - len(prompt) :] = prompt
-    keep = max(len(row.logits) for row in rows) - BATCH_DECODE_STEPS
-    runs = [
-        session.run(
-            cache, input_ids, attention_mask=mask[:, :width], num_logits_to_keep=keep
-        ).copy()
-    ]
-    for step in range(BATCH_DECODE_STEPS):
-        tokens = np.array([[row.input_ids[step - BATCH_DECODE_STEPS]] for row in rows], np.int64)
-        total = mask[:, : width + step + 1]
-        runs.append(session.run(cache, tokens, attention_mask=total).copy())
-    stacked = np.concatenate(runs, axis=1)
-    found = [stacked[index, -len(row.logits) :] for index, row in enumerate(rows)]
-    return np.concatenate(found), np.concatenate([row.logits for row in rows])
+    runs = [session.run(cache, input_ids, attention_mask=mask[:, :width])]
+    for step in range(steps):
+        tokens = np.array([[row.input_ids[step - steps]] for row in rows], np.int64)
+        runs.append(session.run(cache, tokens, attention_mask=mask[:, : width + step + 1]))
+    return np.concatenate(np.concatenate(runs, axis=1)), np.concatenate([r.logits for r in rows])
 
 
 def _row(input_ids: list[int]) -> IntArray:
@@ -335,25 +344,37 @@ def _largest_window(config: Any) -> int | None:
     return int(window) if window and used else None
 
 
-def _pytorch_logits(model: PreTrainedModel, input_ids: list[int], keep: int) -> FloatArray:
+def _forward(model: PreTrainedModel, input_ids: list[int], keep: int) -> Continuation:
+    """Run PyTorch once, without a cache."""
     import torch
 
-    with torch.inference_mode():
+    with quiet(), torch.inference_mode():
         output = model(input_ids=torch.tensor([input_ids]), use_cache=False, logits_to_keep=keep)
-    logits: FloatArray = output.logits[0, -keep:].float().numpy()
-    return logits
+    return Continuation(input_ids, output.logits[0, -keep:].float().numpy())
 
 
-def _greedy(model: PreTrainedModel, input_ids: list[int], steps: int) -> list[int]:
-    """Append PyTorch's greedy tokens; end-of-sequence tokens do not stop it."""
+def _greedy(model: PreTrainedModel, input_ids: list[int], steps: int) -> Continuation:
+    """Append PyTorch's tokens; logits of the last prompt position and of each appended token."""
     import torch
 
-    tokens, past = torch.tensor([input_ids]), None
-    result = list(input_ids)
-    with torch.inference_mode():
-        for _ in range(steps):
-            output = model(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
-            past = output.past_key_values
-            tokens = output.logits[:, -1:].argmax(dim=-1)
-            result.append(int(tokens))
-    return result
+    prompt = torch.tensor([input_ids])
+    with quiet(), torch.inference_mode():
+        # One token more than is fed, for the logits of the last one; EOS must not end it.
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=steps + 1,
+            min_new_tokens=steps + 1,
+            do_sample=False,
+            num_beams=1,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logits = torch.cat(output.logits).float().numpy()
+    return Continuation(output.sequences[0, :-1].tolist(), logits)
+
+
+def _without_last(sequence: Continuation, tokens: int) -> Continuation:
+    """Return what `_greedy` gives for so many tokens less."""
+    end = len(sequence.input_ids) - tokens
+    return Continuation(sequence.input_ids[:end], sequence.logits[: len(sequence.logits) - tokens])

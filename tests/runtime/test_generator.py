@@ -216,6 +216,22 @@ def test_prefill_beyond_capacity_runs_nothing():
     assert generator.session.run_lengths == []
 
 
+def test_prefill_of_nothing_is_refused(tmp_path):
+    generator = Generator.open(write_bundle(tmp_path / "bundle"), threads=1)
+    cache = generator.session.new_cache(1, 4)
+    out = np.zeros((1, 1, VOCAB_SIZE), np.float32)
+    with pytest.raises(ValueError, match="input_ids"):
+        generator.prefill(cache, np.zeros((1, 0), np.int64), out=out)
+
+
+def test_model_with_a_pad_token_id_of_minus_one_runs_batches():
+    manifest = dataclasses.replace(MANIFEST, pad_token_id=-1)
+    session = ScriptedSession(hashed, manifest)
+    cache = session.new_cache(2, 20)
+    collect(Generator(session, TOKENIZER), [[5, 6, 7], [8]], cache=cache)
+    assert cache.tokens.min() >= 0
+
+
 def test_cache_is_as_large_as_needed():
     generator = scripted(hashed, max_sequence_length=50)
     assert generator.new_cache([[1] * 10], SamplingParams(max_new_tokens=20)).capacity == 30

@@ -40,7 +40,11 @@ def command(
         from kvconv.converter.load import load_model
         from kvconv.verify import Verifier, record, require_passed
 
-        verifier = Verifier(prompt_tokens=prompt_tokens, threads=threads)
+        verifier = Verifier(
+            prompt_tokens=prompt_tokens,
+            max_sequence_length=manifest.max_sequence_length,
+            threads=threads,
+        )
         print_status(f"loading {model or manifest.source.model}")
         loaded = load_model(
             model or manifest.source.model,

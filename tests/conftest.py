@@ -1,0 +1,40 @@
+"""Fixtures that are made once: tiny decoders, their traces, checkpoints and bundles."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Give a factory of tiny checkpoints on disk: `checkpoint("llama", **config) -> folder`."""
+    from tiny_decoders import save_tiny
+
+    @functools.cache
+    def make(model_type: str = "llama", **overrides: Any) -> Path:
+        return save_tiny(tmp_path_factory.mktemp(model_type) / model_type, model_type, **overrides)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+) -> Callable[..., Any]:
+    """Give a factory of verified exports: `exported("llama", **options) -> ExportReport`."""
+    from kvconv.converter import ExportOptions, export
+    from kvconv.verify import Verifier
+
+    @functools.cache
+    def make(model_type: str = "llama", **options: Any) -> Any:
+        output = tmp_path_factory.mktemp("bundle") / model_type
+        verifier = Verifier(prompt_tokens=24, threads=1)
+        return export(str(checkpoint(model_type)), output, ExportOptions(**options), verifier)
+
+    return make

@@ -1,0 +1,181 @@
+"""Traced graphs, run by the numpy evaluator, against PyTorch with eager attention."""
+
+import functools
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvconv import names
+from kvconv.converter.decoder_spec import describe
+from kvconv.converter.simplify import simplify
+from kvconv.converter.trace import trace
+from kvconv.converter.weights import lay_out, save
+from kvconv.errors import ExportError, UnsupportedModelError
+from rewrite_graphs import Attention
+from tiny_decoders import CONFIGS, WINDOW, padded_batch, tiny_model
+
+MODEL_TYPES = tuple(CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """Give a factory: model type -> (PyTorch model, spec, path of the simplified graph)."""
+
+    @functools.cache
+    def make(model_type):
+        model = tiny_model(model_type)
+        spec = describe(model)
+        graph = trace(model, spec, opset=23)
+        lay_out(graph)
+        simplify(graph)
+        return model, spec, save(graph, tmp_path_factory.mktemp(model_type))
+
+    return make
+
+
+def placeholders(path):
+    nodes = [node for node in ir.load(path).graph if node.domain == names.TRACE_DOMAIN]
+    return sorted(nodes, key=lambda node: node.attributes["layer_index"].as_int())
+
+
+def run_in_chunks(spec, path, chunks):
+    """Run a traced graph over a padded batch in several runs; returns all logits and caches."""
+    input_ids, attention_mask, position_ids = (tensor.numpy() for tensor in padded_batch())
+    session = ReferenceEvaluator(str(path), new_ops=[Attention])
+    past = {}
+    for layer, shape in enumerate(spec.cache_shapes):
+        empty = (len(input_ids), shape.num_key_value_heads, 0)
+        past[names.past_key(layer)] = np.zeros((*empty, shape.key_head_dim), np.float32)
+        past[names.past_value(layer)] = np.zeros((*empty, shape.value_head_dim), np.float32)
+    logits, start = [], 0
+    for end in np.cumsum(chunks):
+        feeds = {
+            names.INPUT_IDS: input_ids[:, start:end],
+            names.ATTENTION_MASK: attention_mask[:, :end],
+            names.POSITION_IDS: position_ids[:, start:end],
+            **past,
+        }
+        outputs = dict(zip(session.output_names, session.run(None, feeds), strict=True))
+        logits.append(outputs.pop(names.LOGITS))
+        past = {
+            name.replace("present", "past_key_values"): value for name, value in outputs.items()
+        }
+        start = end
+    return np.concatenate(logits, axis=1), past
+
+
+def pytorch_logits(model):
+    input_ids, attention_mask, position_ids = padded_batch()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids
+        )
+    return output.logits.numpy(), attention_mask.numpy().astype(bool)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
+    model, spec, path = traced(model_type)
+    expected, attended = pytorch_logits(model)
+    for chunks in ((13,), (1, 9, 2, 1)):
+        logits, caches = run_in_chunks(spec, path, chunks)
+        difference = np.abs(logits - expected)[attended].max()
+        assert difference < 1e-4, f"{model_type} in chunks {chunks}: max abs {difference}"
+        assert all(cache.shape[2] == 13 for cache in caches.values())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("gemma3_text", {"sliding_window": 99}),
+        ("gemma3_text", {"query_pre_attn_scalar": 8}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("qwen3", {"rms_norm_eps": 1.0}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_tiny_decoders_feel_each_feature(model_type, change):
+    plain, attended = pytorch_logits(tiny_model(model_type))
+    changed, _ = pytorch_logits(tiny_model(model_type, **change))
+    assert np.abs(plain - changed)[attended].max() > 0.02
+
+
+def test_placeholders_say_what_the_attention_call_said(traced):
+    sliding, full = placeholders(traced("gemma2")[2])
+    assert sliding.attributes["window_size"].as_int() == WINDOW
+    assert full.attributes["window_size"].as_int() == 0
+    assert sliding.attributes["softcap"].as_float() == 2.0
+    assert sliding.attributes["num_heads"].as_int() == 4
+    assert sliding.attributes["kv_num_heads"].as_int() == 2
+    assert sliding.attributes["is_causal"].as_int() == 1
+    (first, _) = placeholders(traced("gemma3_text")[2])
+    assert first.attributes["scale"].as_float() == pytest.approx(20**-0.5)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_masks_are_materialised_and_present_is_the_concatenation(traced, model_type):
+    for layer, node in enumerate(placeholders(traced(model_type)[2])):
+        key, value, mask = node.inputs[1:4]
+        assert mask is not None
+        assert key.name == names.present_key(layer)
+        assert value.name == names.present_value(layer)
+        assert key.producer().op_type == "Concat"
+        assert key.producer().inputs[0].name == names.past_key(layer)
+
+
+def test_inputs_and_outputs_follow_the_graph_contract(traced):
+    graph = ir.load(traced("llama")[2]).graph
+    shapes = {
+        value.name: [str(dim) for dim in value.shape] for value in (*graph.inputs, *graph.outputs)
+    }
+    cache = [names.DIM_BATCH, "2", names.DIM_PAST, "8"]
+    present = [names.DIM_BATCH, "2", names.DIM_TOTAL, "8"]
+    assert shapes == {
+        names.INPUT_IDS: [names.DIM_BATCH, names.DIM_SEQUENCE],
+        names.ATTENTION_MASK: [names.DIM_BATCH, names.DIM_TOTAL],
+        names.POSITION_IDS: [names.DIM_BATCH, names.DIM_SEQUENCE],
+        **{name(layer): cache for layer in (0, 1) for name in (names.past_key, names.past_value)},
+        names.LOGITS: [names.DIM_BATCH, names.DIM_SEQUENCE, "259"],
+        **{
+            name(layer): present
+            for layer in (0, 1)
+            for name in (names.present_key, names.present_value)
+        },
+    }
+
+
+def test_model_with_attention_of_its_own_is_refused_by_name():
+    config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM has attention code") as info:
+        trace(model, describe(model), opset=23)
+    assert info.value.model_type == "bloom"
+
+
+def test_unknown_attention_keyword_is_refused_by_name_and_the_model_restored(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=1)
+    before = model.config._attn_implementation
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda *args, **kwargs: forward(*args, position_bias=1, **kwargs)
+    )
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
+        trace(model, describe(model), opset=23)
+    assert model.config._attn_implementation == before
+
+
+def test_model_that_branches_on_data_is_an_export_error(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda x: forward(x) if x.sum() > 0 else x)
+    with pytest.raises(ExportError, match="cannot trace LlamaForCausalLM"):
+        trace(model, describe(model), opset=23)

@@ -1,0 +1,81 @@
+"""Seeded tiny decoders whose logits depend on everything: windows, caps, norms, masks, positions.
+
+Hugging Face's own initialisation is so small that windows and softcaps barely move the logits, and
+a wrong one would pass. Here weights are large, norms are random and caps are tight.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from tiny_bundle import BOS, EOS, PAD, VOCAB_SIZE, byte_tokenizer
+
+WINDOW = 4
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+_WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma3_text": _LLAMA | _WINDOWED | {"query_pre_attn_scalar": 20},
+    "gemma2": _LLAMA | _WINDOWED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+}
+"""Model type -> config; llama has tied embeddings only where a test asks for them."""
+
+
+def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
+    """Return a decoder of two layers with fixed random weights, in eval mode."""
+    tokens = {
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | tokens | overrides))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Matrices keep activations near 1; vectors are norms and biases, far from 0 and 1.
+            spread = weight.shape[-1] ** -0.5 * 1.5 if weight.dim() > 1 else 0.5
+            centre = 0.0 if weight.dim() > 1 else 0.6
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the byte tokenizer, which starts every text with BOS."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def save_tiny(folder: Path, model_type: str = "llama", **overrides: Any) -> Path:
+    """Write a tiny decoder and its tokenizer as Hugging Face does; returns the folder."""
+    tiny_model(model_type, **overrides).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def padded_batch(
+    rows: int = 3, length: int = 13
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return input_ids, attention_mask and position_ids of a left-padded batch.
+
+    Each is [rows, length] int64; row i has 2 * i padded slots.
+    """
+    input_ids = torch.arange(rows * length).reshape(rows, length) * 37 % 256
+    attention_mask = torch.ones((rows, length), dtype=torch.int64)
+    for row in range(rows):
+        attention_mask[row, : 2 * row] = 0
+    return input_ids, attention_mask, (attention_mask.cumsum(-1) - 1).clamp(min=0)
