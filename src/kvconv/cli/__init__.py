@@ -39,11 +39,11 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvconv")
 def main() -> None:
-    r"""Convert a Hugging Face decoder to ONNX with an in-place KV cache, and run it fast.
+    """Convert a Hugging Face decoder to ONNX with an in-place KV cache, and run it fast.
 
     \b
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
     kvconv run smollm2 "What is the capital of France?" --chat-template
 
     `kvconv COMMAND --help` tells the rest; start with `kvconv doctor` when something is amiss.
-    """
+    """  # noqa: D301 - click wants the control character that \b stands for

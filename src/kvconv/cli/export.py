@@ -1,6 +1,7 @@
 """`kvconv export`: convert a decoder into a bundle."""
 
 import dataclasses
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
+from kvconv.cli.verify import describe
 
 if TYPE_CHECKING:
     from kvconv.converter import ExportReport
-    from kvconv.manifest import Verification
 
 
 @click.command(cls=Command, short_help="Convert a Hugging Face decoder into a bundle.")
@@ -56,10 +57,12 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
     kvconv export models/SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2 --dtype float16
     """
-    with needs_extra("export"):
+    with needs_extra("cpu,export"):
         from kvconv.converter import ExportOptions, export
+        from kvconv.verify import Verifier
 
-        verifier = None if no_verify else _verifier()
+        checks = Verifier(max_sequence_length=options["max_sequence_length"])
+        verifier = None if no_verify else checks
         stages = _StageLines()
         try:
             report = export(model, output, ExportOptions(**options), verifier, progress=stages)
@@ -69,12 +72,6 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
         print_json(_as_json(report))
     else:
         _show(report)
-
-
-def _verifier() -> Any:
-    from kvconv.verify import Verifier
-
-    return Verifier()
 
 
 class _StageLines:
@@ -105,7 +102,7 @@ def _show(report: "ExportReport") -> None:
     print_status(f"rewrites       {rewrites}")
     for refusal in report.refusals:
         print_status(f"left alone     {refusal}")
-    for line in _verification_lines(report.verification):
+    for line in describe(report.verification):
         print_status(line)
     memory = (
         "" if report.peak_memory_mb is None else f", peak memory {report.peak_memory_mb:.0f} MB"
@@ -114,17 +111,8 @@ def _show(report: "ExportReport") -> None:
         f"bundle         {report.path}, {report.size_bytes / 1e6:.0f} MB, "
         f"{sum(report.seconds.values()):.1f} s{memory}"
     )
-    print_status(f'\nNext: kvconv run {report.path} "What is the capital of France?"')
-
-
-def _verification_lines(verification: "Verification") -> list[str]:
-    if verification.status == "skipped":
-        return ["verification   skipped"]
-    return [
-        f"{check.name:<24} max abs {check.max_abs:.2e}  mean abs {check.mean_abs:.2e}  "
-        f"KL {check.kl:.1e}  top-1 {check.top1:.2%} of {check.positions}"
-        for check in verification.checks
-    ]
+    path = shlex.quote(str(report.path))
+    print_status(f'\nNext: kvconv run {path} "What is the capital of France?"')
 
 
 def _as_json(report: "ExportReport") -> dict[str, Any]:
