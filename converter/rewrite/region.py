@@ -107,7 +107,7 @@ class Walker:
                 self._data |= {tensor.name for tensor in node.outputs}
 
     def regions(self, operand: gs.Variable) -> list[Region]:
-        """Return the regions above an operand, from the shortest to the longest."""
+        """Return the regions above an operand whose stems have its type, the shortest first."""
         found = []
         nodes: list[gs.Node] = []
         tables: dict[str, gs.Variable] = {}
@@ -125,8 +125,9 @@ class Walker:
                         heapq.heappush(frontier, self._entry(tensor))
                 elif isinstance(tensor, gs.Variable) and _is_float(tensor):
                     tables[tensor.name] = tensor
-            if len(frontier) == 1:
-                stem = frontier[0][2]
+            stem = frontier[0][2] if len(frontier) == 1 else None
+            # A half-precision model may norm in float32: behind the Cast the type is another.
+            if stem is not None and stem.dtype == operand.dtype:
                 found.append(Region(operand, stem, tuple(nodes), tuple(tables.values())))
         return found
 
