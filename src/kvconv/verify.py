@@ -45,8 +45,8 @@ DECODE_STEPS = 16
 BATCH_DECODE_STEPS = 4
 PROMPT_TOKENS = 128
 MAX_CROSSED_WINDOW = 1024
-MAX_LOGITS = 2**25
-"""Logits kept per check, rows x vocab_size: 128 MB in float32."""
+MAX_LOGITS = 2**23
+"""Logits kept per check, rows x vocab_size: 32 MB in float32."""
 _CHUNKS = (1, 3, 17, 64, 31, 128, 257)
 _TEXT = (
     "The harbour was quiet before dawn. Two fishermen mended a net of 1,204 knots while the tide "
