@@ -23,7 +23,7 @@ def library_path() -> Path:
     path = Path(str(files("kvconv.custom_ops").joinpath(names.LIBRARY_FILE)))
     if not path.is_file():
         raise LibraryError(
-            f"The op library {names.LIBRARY_FILE} is not where kvconv is installed ({path.parent}). "
+            f"The op library {names.LIBRARY_FILE} is not in {path.parent}. "
             "Install kvconv again with a C++ compiler at hand: pip install --force-reinstall kvconv"
         )
     return path

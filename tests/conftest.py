@@ -38,3 +38,24 @@ def exported(
         return export(str(checkpoint(model_type)), output, ExportOptions(**options), verifier)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Give a factory of traces: model type -> (PyTorch model, spec, path of the traced graph)."""
+    from kvconv.converter.decoder_spec import describe
+    from kvconv.converter.simplify import simplify
+    from kvconv.converter.trace import trace
+    from kvconv.converter.weights import lay_out, save
+    from tiny_decoders import tiny_model
+
+    @functools.cache
+    def make(model_type: str) -> Any:
+        model = tiny_model(model_type)
+        spec = describe(model)
+        graph = trace(model, spec, opset=23)
+        lay_out(graph)
+        simplify(graph)
+        return model, spec, save(graph, tmp_path_factory.mktemp(model_type))
+
+    return make

@@ -106,11 +106,13 @@ def make_session(
 
 
 def ort_value(array: npt.NDArray, kind: str) -> onnxruntime.OrtValue:
-    """Make an OrtValue that owns a copy of the array; uint16 bits become bfloat16."""
-    array = np.ascontiguousarray(array)
-    if kind != "bfloat16":
-        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
-    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, TensorProto.BFLOAT16)
+    """Make an OrtValue that owns a copy of the array; for kind bfloat16 of its uint16 bits.
+
+    `ortvalue_from_numpy` would only borrow the array's memory, which may be gone by the run.
+    """
+    array = np.require(array, requirements="C")
+    element = TensorProto.BFLOAT16 if kind == "bfloat16" else array.dtype
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(array.shape, element)
     ctypes.memmove(value.data_ptr(), array.ctypes.data, array.nbytes)
     return value
 

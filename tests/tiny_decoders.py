@@ -28,6 +28,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": _LLAMA,
     "gemma3_text": _LLAMA | _WINDOWED | {"query_pre_attn_scalar": 20},
     "gemma2": _LLAMA | _WINDOWED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gpt_neox": _LLAMA,
+    "cohere": _LLAMA | {"logit_scale": 1.0},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }
 """Model type -> config; llama has tied embeddings only where a test asks for them."""

@@ -26,9 +26,8 @@ The graph's large constants lie in the weights file and are never loaded: rules 
 evaluation refuses to reach them. Graphs are read and written by `io`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import onnx_graphsurgeon as gs
 
@@ -58,25 +57,23 @@ __all__ = [
     "write_graph",
 ]
 
-_Rule = tuple[str, Callable[[Editor], Outcome]]
-_BEFORE: tuple[_Rule, ...] = ((tidy.NAME, tidy.apply), (past_length.NAME, past_length.apply))
-_AFTER: tuple[_Rule, ...] = (
-    (num_logits.NAME, num_logits.apply),
-    (float32_logits.NAME, float32_logits.apply),
-    (tidy.NAME, tidy.apply),
-)
-_RULES: dict[str, tuple[_Rule, ...]] = {
-    "flash": (
-        *_BEFORE,
-        (flash.NAME, flash.apply),
-        (mask.NAME, mask.apply),
-        (rotary.NAME, rotary.apply),
-        (heads.NAME, heads.apply),
-        *_AFTER,
-    ),
-    "standard": (*_BEFORE, (standard.NAME, standard.apply), *_AFTER),
+
+class Rule(Protocol):
+    """What a rule's module offers."""
+
+    NAME: str
+
+    def apply(self, editor: Editor) -> Outcome:
+        """Rewrite every match, in place."""
+
+
+_BEFORE: tuple[Rule, ...] = (tidy, past_length)
+_AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
+_RULES: dict[str, tuple[Rule, ...]] = {
+    "flash": (*_BEFORE, flash, mask, rotary, heads, *_AFTER),
+    "standard": (*_BEFORE, standard, *_AFTER),
 }
-_MUST_FIRE = {flash.NAME, standard.NAME}
+_MUST_FIRE = (flash.NAME, standard.NAME)
 """Rules that must rewrite every placeholder."""
 _PAST_KEY = names.FLASH_ATTENTION_INPUTS.index("past_key")
 
@@ -108,30 +105,34 @@ def rewrite(
         opset: Version of the default ONNX domain that the graph uses.
 
     Raises:
-        RewriteError: A placeholder could not be rewritten, or something besides the op reads the
-            cache.
+        RewriteError: The graph has no attention, a placeholder could not be rewritten, or
+            something besides the op reads the cache.
+        ValueError: The graph is of another opset.
     """
-    graph.opset = opset
+    if graph.opset != opset:
+        raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
     editor = Editor(graph)
     placeholders = find(graph, names.TRACE_ATTENTION, names.TRACE_DOMAIN)
     expected = len(placeholders)
+    if not placeholders and not num_logits.is_done(graph):
+        raise RewriteError(
+            f"The graph has no {names.TRACE_DOMAIN}::{names.TRACE_ATTENTION} node, so there is "
+            f"nothing to rewrite. Trace the model with kvconv."
+        )
     counts: dict[str, int] = {}
     refusals: list[Refusal] = []
     windows: tuple[int | None, ...] = ()
-    for name, apply in _RULES[attention]:
-        if name == standard.NAME:
+    for rule in _RULES[attention]:
+        if rule.NAME == standard.NAME:
             windows = mask.windows(graph, placeholders)  # while there are masks to ask
-        outcome = apply(editor)
-        counts[name] = counts.get(name, 0) + outcome.count
+        outcome = rule.apply(editor)
+        counts[rule.NAME] = counts.get(rule.NAME, 0) + outcome.count
         refusals += outcome.refusals
-        if name in _MUST_FIRE and outcome.count < expected:
+        if rule.NAME in _MUST_FIRE and outcome.count < expected:
             raise _error(expected, outcome.count, outcome.refusals)
     if attention == "flash":
         if stray := cache_use.check(graph):
-            raise RewriteError(
-                f"The cache is used outside attention. {stray[0]}.",
-                expected=expected, found=expected, refusals=[str(refusal) for refusal in stray],
-            )  # fmt: skip
+            raise _error(expected, expected, stray)
         windows = _flash_windows(graph)
     return RewriteReport(counts, tuple(refusals), windows)
 
@@ -145,6 +146,9 @@ def _flash_windows(graph: gs.Graph) -> tuple[int | None, ...]:
 
 def _error(expected: int, found: int, refusals: tuple[Refusal, ...]) -> RewriteError:
     return RewriteError(
-        f"{found} of {expected} attention nodes could be rewritten. {refusals[0]}.",
-        expected=expected, found=found, refusals=[str(refusal) for refusal in refusals],
-    )  # fmt: skip
+        f"{found} of {expected} attention nodes could be rewritten, but {refusals[0]}. "
+        f"Please report this model; another --attention may work.",
+        expected=expected,
+        found=found,
+        refusals=[str(refusal) for refusal in refusals],
+    )

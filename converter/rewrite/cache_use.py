@@ -7,14 +7,14 @@ capacity, so any other reader would compute nonsense without an error.
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import Refusal
+from kvconv.converter.rewrite.graph import Refusal, is_past
 
 NAME = "cache_use"
 
 
 def check(graph: gs.Graph) -> tuple[Refusal, ...]:
     """Return one refusal per node that reads past_key_values.* or present.* and may not."""
-    cached = [t for t in graph.inputs if t.name.startswith("past_key_values.")]
+    cached = [t for t in graph.inputs if is_past(t)]
     cached += [t for t in graph.outputs if t.name.startswith("present.")]
     return tuple(
         Refusal(NAME, node.name or node.op, f"it reads {tensor.name} ({node.op})")

@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import is_external, upstream
+from kvconv.converter.rewrite.graph import is_external, is_past, upstream
 
 Array = npt.NDArray[Any]
 
@@ -77,7 +77,7 @@ class Cut:
         for tensor in read.values():
             if is_external(tensor):
                 raise NotEvaluableError(f"it depends on the weight {tensor.name}")
-            if tensor.name.startswith("past_key_values."):
+            if is_past(tensor):
                 raise NotEvaluableError(f"it depends on {tensor.name}")
         for node in nodes:
             if node.domain in (names.OP_DOMAIN, names.TRACE_DOMAIN):
@@ -115,6 +115,9 @@ class Cut:
         Raises:
             NotEvaluableError: ONNX Runtime reports an error, for example about a shape.
         """
+        for name in self._inputs:
+            if name not in values:
+                raise NotEvaluableError(f"it depends on the input {name}")
         feeds = {name: values[name] for name in self._inputs}
         try:
             return list(self._session.run(self._outputs, feeds))

@@ -28,6 +28,7 @@ from kvconv.converter.rewrite.graph import (
     optional_input,
     producer,
     replace_uses,
+    set_operand,
 )
 from kvconv.converter.rewrite.region import flatten_heads
 
@@ -108,11 +109,10 @@ def _rewrite(
     heads, width = attrs["num_heads"], attrs["value_head_dim"]
     if mask.name not in biases:
         biases[mask.name] = as_bias(editor, mask, dtype)
-    absent = gs.Variable.empty()
     output = gs.Variable(
         editor.fresh("attention"), dtype, [names.DIM_BATCH, names.DIM_SEQUENCE, heads * width]
     )
-    inputs = dict.fromkeys(names.FLASH_ATTENTION_INPUTS, absent) | {
+    operands = {
         "query": flatten_heads(editor, query, "BNSH", heads * attrs["head_dim"]),
         "key": _new_heads(editor, key),
         "value": _new_heads(editor, value),
@@ -120,7 +120,7 @@ def _rewrite(
         "past_value": value.past,
         "attention_mask": _all_slots(editor),
         "attention_bias": biases[mask.name],
-        "head_sink": absent if sink is None else cast(editor, sink, np.float32),
+        "head_sink": None if sink is None else cast(editor, sink, np.float32),
     }
     old_output = node.outputs[0]
     key.present.inputs.clear()
@@ -130,9 +130,9 @@ def _rewrite(
     for cache in (key, value):
         heads_stored, head_dim = cache.past.shape[1], cache.past.shape[3]
         cache.present.shape = [names.DIM_BATCH, heads_stored, PRESENT_LENGTH, head_dim]
-    editor.add_node(
+    flash = editor.add_node(
         names.OP_NAME,
-        _without_trailing_absent(list(inputs.values())),
+        [],
         [output, key.present, value.present],
         {
             "num_heads": heads,
@@ -144,6 +144,8 @@ def _rewrite(
         },
         domain=names.OP_DOMAIN,
     )
+    for name, operand in operands.items():
+        set_operand(flash, name, operand)
     split = editor.add(
         "Reshape", [output, editor.ints(0, 0, heads, width)],
         dtype=dtype, shape=[names.DIM_BATCH, names.DIM_SEQUENCE, heads, width],
@@ -163,9 +165,3 @@ def _all_slots(editor: Editor) -> gs.Variable:
         "ConstantOfShape", [shape], {"value": ones},
         dtype=np.int64, shape=[names.DIM_BATCH, names.DIM_TOTAL],
     )  # fmt: skip
-
-
-def _without_trailing_absent(inputs: list[gs.Tensor]) -> list[gs.Tensor]:
-    while inputs[-1].is_empty():
-        inputs.pop()
-    return inputs

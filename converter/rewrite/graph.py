@@ -18,6 +18,8 @@ from kvconv import names
 from kvconv.errors import RewriteError
 
 _SHARED_CONSTANT_BYTES = 1024
+_OPERANDS = {name: index for index, name in enumerate(names.FLASH_ATTENTION_INPUTS)}
+_PAST_PREFIX = names.past_key(0).partition("0")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class Editor:
         """Return an int64 [len(values)] constant."""
         return self.constant(np.array(values, np.int64))
 
+    def dimension(self, name: str, axis: int) -> gs.Variable:
+        """Return one dimension of a graph input, int64 [1]."""
+        attrs = {"start": axis, "end": axis + 1}
+        return self.add("Shape", [self.input(name)], attrs, dtype=np.int64, shape=[1])
+
     def add(
         self,
         op: str,
@@ -142,6 +149,11 @@ def is_external(tensor: gs.Tensor) -> bool:
     return isinstance(tensor, gs.Constant) and tensor.data_location == onnx.TensorProto.EXTERNAL
 
 
+def is_past(tensor: gs.Tensor) -> bool:
+    """Tell whether a tensor is one of the graph inputs that hold cached keys or values."""
+    return tensor.name.startswith(_PAST_PREFIX)
+
+
 def replace_uses(old: gs.Tensor, new: gs.Tensor) -> None:
     """Make every node that reads `old` read `new`; graph outputs stay as they are."""
     for node in list({id(node): node for node in old.outputs}.values()):
@@ -166,6 +178,31 @@ def optional_input(node: gs.Node, index: int) -> gs.Tensor | None:
     if index >= len(node.inputs) or node.inputs[index].is_empty():
         return None
     return node.inputs[index]
+
+
+def get_operand(node: gs.Node, name: str) -> gs.Tensor | None:
+    """Return an input of a FlashAttention node by its name; None where it is left out."""
+    return optional_input(node, _OPERANDS[name])
+
+
+def operand_heads(node: gs.Node) -> dict[str, tuple[int, int]]:
+    """Return heads and width of a head for a FlashAttention node's query, key and value."""
+    key, value = (node.inputs[_OPERANDS[name]].shape for name in ("past_key", "past_value"))
+    return {
+        "query": (node.attrs["num_heads"], key[3]),
+        "key": (key[1], key[3]),
+        "value": (value[1], value[3]),
+    }
+
+
+def set_operand(node: gs.Node, name: str, tensor: gs.Tensor | None) -> None:
+    """Set an input of a FlashAttention node by its name; None leaves it out."""
+    index = _OPERANDS[name]
+    while len(node.inputs) <= index:
+        node.inputs.append(gs.Variable.empty())
+    node.inputs[index] = gs.Variable.empty() if tensor is None else tensor
+    while node.inputs[-1].is_empty():
+        node.inputs.pop()
 
 
 def upstream(outputs: Iterable[gs.Tensor], stop: Iterable[gs.Tensor] = ()) -> list[gs.Node]:

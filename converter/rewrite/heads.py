@@ -10,7 +10,15 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.evaluate import NotEvaluableError
-from kvconv.converter.rewrite.graph import Editor, Outcome, find, replace_uses
+from kvconv.converter.rewrite.graph import (
+    Editor,
+    Outcome,
+    find,
+    get_operand,
+    operand_heads,
+    replace_uses,
+    set_operand,
+)
 from kvconv.converter.rewrite.region import (
     Layout,
     Region,
@@ -22,7 +30,6 @@ from kvconv.converter.rewrite.region import (
 )
 
 NAME = "heads"
-_INPUT = {name: index for index, name in enumerate(names.FLASH_ATTENTION_INPUTS)}
 _NODES_NEEDED = {"BSD": 0, "BSNH": 1, "BNSH": 2}
 
 
@@ -33,19 +40,15 @@ def apply(editor: Editor) -> Outcome:
     known: dict[object, Layout | None] = {}
     count = 0
     for node in find(graph, names.OP_NAME, names.OP_DOMAIN):
-        key_shape, value_shape = (node.inputs[_INPUT[n]].shape for n in ("past_key", "past_value"))
-        for name, heads, width in (
-            ("query", node.attrs["num_heads"], key_shape[3]),
-            ("key", key_shape[1], key_shape[3]),
-            ("value", value_shape[1], value_shape[3]),
-        ):
-            operand = node.inputs[_INPUT[name]]
-            match = _pattern(graph, walker.regions(operand), heads, width, known)
+        sizes = operand_heads(node)
+        for name, (heads, width) in sizes.items():
+            regions = walker.regions(get_operand(node, name))
+            match = _pattern(graph, regions, heads, width, known)
             if match is not None:
                 stem, layout = match
-                node.inputs[_INPUT[name]] = flatten_heads(editor, stem, layout, heads * width)
+                set_operand(node, name, flatten_heads(editor, stem, layout, heads * width))
                 count += 1
-        count += _merge_output(graph, node, node.attrs["num_heads"], value_shape[3], known)
+        count += _merge_output(graph, node, sizes["query"][0], sizes["value"][1], known)
     return Outcome(count)
 
 

@@ -18,13 +18,9 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.evaluate import Array, Cut, NotEvaluableError, Probe, make_probe
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, optional_input
+from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, get_operand, set_operand
 
 NAME = "mask"
-_MASK = names.FLASH_ATTENTION_INPUTS.index("attention_mask")
-_BIAS = names.FLASH_ATTENTION_INPUTS.index("attention_bias")
-_SLOPES = names.FLASH_ATTENTION_INPUTS.index("alibi_slopes")
-_SINK = names.FLASH_ATTENTION_INPUTS.index("head_sink")
 _LONG_PAST = 2**20 + 2
 """Past length of the probe that finds a window; longer than the windows in use."""
 
@@ -77,28 +73,24 @@ def apply(editor: Editor) -> Outcome:
 
 
 def _pattern(node: gs.Node) -> gs.Tensor | None:
-    return None if node.attrs["causal"] else optional_input(node, _BIAS)
+    return None if node.attrs["causal"] else get_operand(node, "attention_bias")
 
 
 def _check(node: gs.Node, said: Visibility | str) -> Visibility | str:
     """Return what a mask says if this node may say it with attributes, or why not."""
     if isinstance(said, str) or said.slopes is None:
         return said
-    if optional_input(node, _SINK) is not None:
+    if get_operand(node, "head_sink") is not None:
         return "with a head sink it matters what is added to a whole row"
     return said
 
 
 def _rewrite(editor: Editor, node: gs.Node, visibility: Visibility) -> None:
-    node.inputs[_MASK] = editor.input(names.ATTENTION_MASK)
-    node.inputs[_BIAS] = gs.Variable.empty()
+    set_operand(node, "attention_mask", editor.input(names.ATTENTION_MASK))
+    set_operand(node, "attention_bias", None)
     if visibility.slopes is not None:
         slopes = np.broadcast_to(visibility.slopes, node.attrs["num_heads"])
-        while len(node.inputs) <= _SLOPES:
-            node.inputs.append(gs.Variable.empty())
-        node.inputs[_SLOPES] = editor.constant(slopes.astype(np.float32))
-    while node.inputs[-1].is_empty():
-        node.inputs.pop()
+        set_operand(node, "alibi_slopes", editor.constant(slopes.astype(np.float32)))
     node.attrs["causal"] = int(visibility.causal)
     node.attrs["window_size"] = visibility.window_size or 0
 
@@ -140,16 +132,22 @@ def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
 def _guess(cut: Cut) -> Visibility | str:
     """Read causality, slopes and window off two probes; the probes proper then judge."""
     short = _read(cut, make_probe(np.ones((1, 2), np.int64), 2))
-    long = _read(cut, make_probe(np.ones((1, _LONG_PAST + 1), np.int64), 1))
+    long = _read(cut, _long_probe())
     if isinstance(short, str) or isinstance(long, str):
         return short if isinstance(short, str) else str(long)
     slopes = short.added[0, :, 1, 1] - short.added[0, :, 1, 0]
-    slots = int(long.seen[0, 0, 0].sum())
+    slots = long.seen.sum(-1)
+    if slots.min() != slots.max():
+        return "its heads see different slots"
     return Visibility(
         causal=not short.seen[..., 0, 1].any(),
-        window_size=slots if slots <= _LONG_PAST else None,
+        window_size=int(slots.max()) if slots.max() <= _LONG_PAST else None,
         slopes=tuple(slopes.tolist()) if slopes.any() else None,
     )
+
+
+def _long_probe() -> Probe:
+    return make_probe(np.ones((1, _LONG_PAST + 1), np.int64), 1)
 
 
 def _probes(window: int | None) -> Iterator[Probe]:
@@ -168,6 +166,7 @@ def _probes(window: int | None) -> Iterator[Probe]:
         mask[4, total // 3 : total // 2] = 0  # right padding, then new tokens: a hole
         mask[5] = random.integers(0, 2, total)
         yield make_probe(mask, new)
+    yield _long_probe()
 
 
 def _compare(cut: Cut, probe: Probe, visibility: Visibility) -> str | None:
@@ -216,9 +215,10 @@ def _read(cut: Cut, probe: Probe) -> _Read | str:
     """Evaluate a mask; returns why it is none if its shape is wrong."""
     (values,) = cut.run(probe.feeds())
     total = probe.attention_mask.shape[1]
-    if values.ndim != 4 or {values.shape[2], values.shape[3]} - {1, total - probe.past, total}:
+    new = total - probe.past
+    if values.ndim != 4 or values.shape[2] not in (1, new) or values.shape[3] not in (1, total):
         return f"its shape is {values.shape}, not [batch, heads, sequence, total]"
-    values = np.broadcast_to(values, (*values.shape[:2], total - probe.past, total))
+    values = np.broadcast_to(values, (*values.shape[:2], new, total))
     if values.dtype == bool:
         return _Read(values, np.broadcast_to(0.0, values.shape))
     seen = values > max(-1e9, float(np.finfo(values.dtype).min))

@@ -28,7 +28,7 @@ _PER_POSITION = {"Cast", "Add", "Sub", "Mul", "Div", "Tanh", "Neg"}
 def apply(editor: Editor) -> Outcome:
     """Slice the hidden states once; does nothing to a graph that has the initializer."""
     graph = editor.graph
-    if any(names.NUM_LOGITS_TO_KEEP in (t.name for t in node.inputs) for node in graph.nodes):
+    if is_done(graph):
         return Outcome(0)
     logits = next((t for t in graph.outputs if t.name == names.LOGITS), None)
     if logits is None:
@@ -40,6 +40,11 @@ def apply(editor: Editor) -> Outcome:
         return Outcome(1, (refusal,))
     _rewrite(editor, head, logits)
     return Outcome(1)
+
+
+def is_done(graph: gs.Graph) -> bool:
+    """Tell whether the graph reads num_logits_to_keep, as every rewritten graph does."""
+    return any(t.name == names.NUM_LOGITS_TO_KEEP for node in graph.nodes for t in node.inputs)
 
 
 def _pattern(logits: gs.Variable) -> list[gs.Node] | str:

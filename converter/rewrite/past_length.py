@@ -13,7 +13,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, producer, replace_uses
+from kvconv.converter.rewrite.graph import (
+    Editor,
+    Outcome,
+    Refusal,
+    find,
+    is_past,
+    producer,
+    replace_uses,
+)
 
 NAME = "past_length"
 
@@ -39,7 +47,7 @@ def _pattern(shape: gs.Node) -> gs.Variable | None:
     above = producer(tensor)
     if above is not None and above.op == "Concat" and above.attrs["axis"] in (2, -2):
         tensor = above.inputs[0]
-    return tensor if tensor.name.startswith("past_key_values.") else None
+    return tensor if is_past(tensor) else None
 
 
 def _check(past: gs.Variable) -> str | None:
@@ -51,13 +59,13 @@ def _check(past: gs.Variable) -> str | None:
 
 
 def _rewrite(editor: Editor, shape: gs.Node, past: gs.Variable) -> None:
-    total = _dimension(editor, names.ATTENTION_MASK, 1)
+    total = editor.dimension(names.ATTENTION_MASK, 1)
     length = total
     if shape.inputs[0] is past:
-        new = _dimension(editor, names.INPUT_IDS, 1)
+        new = editor.dimension(names.INPUT_IDS, 1)
         length = editor.add("Sub", [total, new], dtype=np.int64, shape=[1])
     dimensions = [
-        _dimension(editor, names.INPUT_IDS, 0), editor.ints(past.shape[1]),
+        editor.dimension(names.INPUT_IDS, 0), editor.ints(past.shape[1]),
         length, editor.ints(past.shape[3]),
     ][slice(shape.attrs.get("start", 0), shape.attrs.get("end"))]  # fmt: skip
     if len(dimensions) == 1:
@@ -67,9 +75,3 @@ def _rewrite(editor: Editor, shape: gs.Node, past: gs.Variable) -> None:
             "Concat", dimensions, {"axis": 0}, dtype=np.int64, shape=[len(dimensions)]
         )
     replace_uses(shape.outputs[0], result)
-
-
-def _dimension(editor: Editor, name: str, axis: int) -> gs.Variable:
-    return editor.add(
-        "Shape", [editor.input(name)], {"start": axis, "end": axis + 1}, dtype=np.int64, shape=[1]
-    )

@@ -19,6 +19,7 @@ from kvconv.converter.rewrite.graph import (
     attributes_key,
     constant_key,
     is_external,
+    is_past,
     producer,
     sort,
 )
@@ -100,15 +101,13 @@ class Walker:
     def __init__(self, graph: gs.Graph) -> None:
         sort(graph)
         self._order = {id(node): index for index, node in enumerate(graph.nodes)}
-        self._data = {names.INPUT_IDS} | {
-            tensor.name for tensor in graph.inputs if tensor.name.startswith("past_key_values.")
-        }
+        self._data = {names.INPUT_IDS} | {tensor.name for tensor in graph.inputs if is_past(tensor)}
         for node in graph.nodes:
             if node.op != "Shape" and (node.domain or any(map(self._is_data, node.inputs))):
                 self._data |= {tensor.name for tensor in node.outputs}
 
     def regions(self, operand: gs.Variable) -> list[Region]:
-        """Return the regions above an operand, from the shortest to the longest."""
+        """Return the regions above an operand whose stems have its type, the shortest first."""
         found = []
         nodes: list[gs.Node] = []
         tables: dict[str, gs.Variable] = {}
@@ -126,8 +125,9 @@ class Walker:
                         heapq.heappush(frontier, self._entry(tensor))
                 elif isinstance(tensor, gs.Variable) and _is_float(tensor):
                     tables[tensor.name] = tensor
-            if len(frontier) == 1:
-                stem = frontier[0][2]
+            stem = frontier[0][2] if len(frontier) == 1 else None
+            # A half-precision model may norm in float32: behind the Cast the type is another.
+            if stem is not None and stem.dtype == operand.dtype:
                 found.append(Region(operand, stem, tuple(nodes), tuple(tables.values())))
         return found
 

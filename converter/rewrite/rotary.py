@@ -19,7 +19,15 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.evaluate import Array, NotEvaluableError
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, optional_input
+from kvconv.converter.rewrite.graph import (
+    Editor,
+    Outcome,
+    Refusal,
+    find,
+    get_operand,
+    operand_heads,
+    set_operand,
+)
 from kvconv.converter.rewrite.region import (
     Layout,
     Region,
@@ -31,7 +39,6 @@ from kvconv.converter.rewrite.region import (
 )
 
 NAME = "rotary"
-_INPUT = {name: index for index, name in enumerate(names.FLASH_ATTENTION_INPUTS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +90,17 @@ def apply(editor: Editor) -> Outcome:
     refusals = []
     count = 0
     for node in find(graph, names.OP_NAME, names.OP_DOMAIN):
-        if optional_input(node, _INPUT["cos"]) is not None:
+        if get_operand(node, "cos") is not None:
             continue
-        head_dim = node.inputs[_INPUT["past_key"]].shape[3]
-        heads = {"query": node.attrs["num_heads"], "key": node.attrs["kv_num_heads"]}
-        found = {
-            name: _pattern(graph, walker.regions(node.inputs[_INPUT[name]]), size, head_dim, known)
-            for name, size in heads.items()
-        }
-        query, key = found["query"], found["key"]
+        sizes = operand_heads(node)
+        query, key = (
+            _pattern(graph, walker.regions(get_operand(node, name)), *sizes[name], known)
+            for name in ("query", "key")
+        )
         if query is None and key is None:
             continue  # no rotary embedding, or none that reaches the operands
         if isinstance(query, _Match) and isinstance(key, _Match) and query.same_angles(key):
-            _rewrite(editor, node, query, key, head_dim, tables)
+            _rewrite(editor, node, query, key, tables)
             count += 1
         else:
             refusals.append(Refusal(NAME, node.name, _why_not(query, key)))
@@ -188,29 +193,20 @@ def _rotate(heads: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 
 
 def _rewrite(
-    editor: Editor,
-    node: gs.Node,
-    query: _Match,
-    key: _Match,
-    head_dim: int,
-    tables: dict[object, gs.Variable],
+    editor: Editor, node: gs.Node, query: _Match, key: _Match, tables: dict[object, gs.Variable]
 ) -> None:
-    rotation = query.rotation
-    for name, match, heads in (
-        ("query", query, node.attrs["num_heads"]),
-        ("key", key, node.attrs["kv_num_heads"]),
-    ):
-        node.inputs[_INPUT[name]] = flatten_heads(
-            editor, match.stem, match.rotation.layout, heads * head_dim
-        )
-    while len(node.inputs) <= _INPUT["sin"]:
-        node.inputs.append(gs.Variable.empty())
+    rotation, sizes = query.rotation, operand_heads(node)
+    for name, match in (("query", query), ("key", key)):
+        heads, head_dim = sizes[name]
+        layout = match.rotation.layout
+        set_operand(node, name, flatten_heads(editor, match.stem, layout, heads * head_dim))
     for name, table in (("cos", query.cos), ("sin", query.sin)):
         if table.name not in tables:
             tables[table.name] = _as_input(editor, table, rotation)
-        node.inputs[_INPUT[name]] = tables[table.name]
+        set_operand(node, name, tables[table.name])
+    whole_head = rotation.rotary_dim == sizes["query"][1]
     node.attrs["rotary_interleaved"] = int(rotation.interleaved)
-    node.attrs["rotary_dim"] = 0 if rotation.rotary_dim == head_dim else rotation.rotary_dim
+    node.attrs["rotary_dim"] = 0 if whole_head else rotation.rotary_dim
 
 
 def _as_input(editor: Editor, table: gs.Variable, rotation: _Rotation) -> gs.Variable:

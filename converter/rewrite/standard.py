@@ -92,22 +92,13 @@ def _decompose(editor: Editor, node: gs.Node, bias: gs.Tensor) -> gs.Variable:
     query, key, value = node.inputs[:3]
     sink, dtype = optional_input(node, 4), query.dtype
     heads, kv_heads = node.attrs["num_heads"], node.attrs["kv_num_heads"]
-    batch, new = (_dimension(editor, names.INPUT_IDS, axis) for axis in (0, 1))
-    total = _dimension(editor, names.ATTENTION_MASK, 1)
+    batch, new = (editor.dimension(names.INPUT_IDS, axis) for axis in (0, 1))
+    total = editor.dimension(names.ATTENTION_MASK, 1)
 
     # 1. Scores, as one matrix per key/value head.
     scale = editor.constant(np.array(node.attrs["scale"], dtype))
     query = editor.add("Mul", [query, scale], dtype=dtype)
-    query = _reshape(
-        editor,
-        query,
-        [
-            editor.ints(0),
-            editor.ints(kv_heads),
-            editor.ints(-1),
-            editor.ints(node.attrs["head_dim"]),
-        ],
-    )
+    query = _reshape(editor, query, 0, kv_heads, -1, node.attrs["head_dim"])
     transposed = editor.add("Transpose", [key], {"perm": [0, 1, 3, 2]}, dtype=dtype)
     scores = editor.add("MatMul", [query, transposed], dtype=dtype)
 
@@ -118,12 +109,11 @@ def _decompose(editor: Editor, node: gs.Node, bias: gs.Tensor) -> gs.Variable:
         scores = editor.add("Div", [scores, cap], dtype=np.float32)
         scores = editor.add("Tanh", [scores], dtype=np.float32)
         scores = editor.add("Mul", [scores, cap], dtype=np.float32)
-    scores = _reshape(editor, scores, [batch, editor.ints(heads), new, total])
+    scores = _reshape(editor, scores, batch, heads, new, total)
     scores = editor.add("Add", [scores, bias], dtype=np.float32)
     if sink is not None:
-        scores = _append_sink(
-            editor, scores, sink, [batch, editor.ints(heads), new, editor.ints(1)]
-        )
+        column = _shape(editor, batch, heads, new, 1)
+        scores = _append_sink(editor, scores, sink, column)
     weights = editor.add("Softmax", [scores], {"axis": -1}, dtype=np.float32)
     if sink is not None:
         bounds = [editor.ints(bound) for bound in (0, -1, -1)]
@@ -133,32 +123,29 @@ def _decompose(editor: Editor, node: gs.Node, bias: gs.Tensor) -> gs.Variable:
     weights = cast(editor, weights, dtype)
     group = editor.ints(heads // kv_heads)
     rows = editor.add("Mul", [new, group], dtype=np.int64, shape=[1])
-    weights = _reshape(editor, weights, [batch, editor.ints(kv_heads), rows, total])
+    weights = _reshape(editor, weights, batch, kv_heads, rows, total)
     output = editor.add("MatMul", [weights, value], dtype=dtype)
-    width = editor.ints(node.attrs["value_head_dim"])
-    return _reshape(editor, output, [batch, editor.ints(heads), new, width])
+    return _reshape(editor, output, batch, heads, new, node.attrs["value_head_dim"])
 
 
 def _append_sink(
-    editor: Editor, scores: gs.Variable, sink: gs.Tensor, shape: list[gs.Tensor]
+    editor: Editor, scores: gs.Variable, sink: gs.Tensor, shape: gs.Tensor
 ) -> gs.Variable:
     """Append the sink's score to every row: it takes weight and gives no value."""
     sink = cast(editor, sink, np.float32)
     sink = editor.add("Reshape", [sink, editor.ints(1, -1, 1, 1)], dtype=np.float32)
-    target = editor.add("Concat", shape, {"axis": 0}, dtype=np.int64, shape=[4])
-    column = editor.add("Expand", [sink, target], dtype=np.float32)
+    column = editor.add("Expand", [sink, shape], dtype=np.float32)
     return editor.add("Concat", [scores, column], {"axis": -1}, dtype=np.float32)
 
 
-def _reshape(editor: Editor, tensor: gs.Tensor, dimensions: list[gs.Tensor]) -> gs.Variable:
-    if all(isinstance(dimension, gs.Constant) for dimension in dimensions):
-        shape = editor.ints(*(int(dimension.values[0]) for dimension in dimensions))
-    else:
-        shape = editor.add("Concat", dimensions, {"axis": 0}, dtype=np.int64, shape=[4])
+def _reshape(editor: Editor, tensor: gs.Tensor, *dimensions: int | gs.Tensor) -> gs.Variable:
+    shape = _shape(editor, *dimensions)
     return editor.add("Reshape", [tensor, shape], dtype=tensor.dtype)
 
 
-def _dimension(editor: Editor, name: str, axis: int) -> gs.Variable:
-    return editor.add(
-        "Shape", [editor.input(name)], {"start": axis, "end": axis + 1}, dtype=np.int64, shape=[1]
-    )
+def _shape(editor: Editor, *dimensions: int | gs.Tensor) -> gs.Tensor:
+    """Return dimensions, numbers or int64 [1], as one int64 [len(dimensions)]."""
+    if all(isinstance(dimension, int) for dimension in dimensions):
+        return editor.ints(*dimensions)
+    parts = [editor.ints(d) if isinstance(d, int) else d for d in dimensions]
+    return editor.add("Concat", parts, {"axis": 0}, dtype=np.int64, shape=[len(parts)])

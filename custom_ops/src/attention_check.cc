@@ -1,4 +1,4 @@
-// The checks of kvconv::FlashAttention: attributes when a session is made, shapes at every run.
+// The checks of kvconv::FlashAttention at every run: types and shapes, each against the others.
 //
 // Nothing is written before all of them pass. Letters: see kvconv/attention.h.
 #include <cmath>
@@ -24,10 +24,6 @@ constexpr const char* kInputNames[kNumAttentionInputs] = {
     "past_value_scale",
     "past_sequence_length",
 };
-
-[[noreturn]] void refuse(const std::string& message, ort::ErrorCode code = ort::kInvalidArgument) {
-  throw OpError{"kvconv::FlashAttention: " + message, code};
-}
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   std::string result = "[";
@@ -247,43 +243,6 @@ void check_bias(const Checker& check, AttentionParams* p) {
 
 }  // namespace
 
-AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* info) {
-  AttentionAttributes a;
-  a.num_heads = read_int(api, info, "num_heads", 0);
-  a.kv_num_heads = read_int(api, info, "kv_num_heads", 0);
-  a.scale = read_float(api, info, "scale", 0.0F);
-  a.softcap = read_float(api, info, "softcap", 0.0F);
-  a.window_size = read_int(api, info, "window_size", 0);
-  a.is_causal = read_int(api, info, "causal", 1) != 0;
-  a.rotary_interleaved = read_int(api, info, "rotary_interleaved", 0) != 0;
-  a.rotary_dim = read_int(api, info, "rotary_dim", 0);
-  const std::string cache_mode = read_string(api, info, "cache_mode", "auto");
-
-  if (a.num_heads < 1 || a.kv_num_heads < 1 || a.num_heads % a.kv_num_heads != 0) {
-    refuse(text("num_heads is ", a.num_heads, " and kv_num_heads is ", a.kv_num_heads,
-                "; both must be at least 1 and the first a multiple of the second."));
-  }
-  if (!std::isfinite(a.scale)) refuse(text("scale is ", a.scale, "; it must be finite."));
-  if (!std::isfinite(a.softcap) || a.softcap < 0.0F) {
-    refuse(text("softcap is ", a.softcap, "; it must be finite and at least 0 (0 = off)."));
-  }
-  if (a.window_size < 0) {
-    refuse(text("window_size is ", a.window_size, "; it must be at least 0 (0 = off)."));
-  }
-  if (a.rotary_dim < 0 || a.rotary_dim % 2 != 0) {
-    refuse(text("rotary_dim is ", a.rotary_dim,
-                "; it must be even and at least 0 (0 = the whole head)."));
-  }
-  if (cache_mode == "ring") {
-    refuse("cache_mode \"ring\" is not supported by this version of the op library; use \"auto\".",
-           ort::kNotImplemented);
-  }
-  if (cache_mode != "auto") {
-    refuse(text("cache_mode is \"", cache_mode, "\"; it must be \"auto\" or \"ring\"."));
-  }
-  return a;
-}
-
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
                              DataType activation_type, DataType cache_type) {
   const Checker check(inputs);
@@ -291,7 +250,6 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   p.num_heads = attributes.num_heads;
   p.kv_num_heads = attributes.kv_num_heads;
   p.softcap = attributes.softcap;
-  p.window_size = attributes.window_size;
   p.is_causal = attributes.is_causal;
   p.activation_type = activation_type;
   p.cache_type = cache_type;
@@ -307,6 +265,8 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   check_types(check, activation_type, cache_type);
   check_heads(check, &p);
   check_lengths(check, &p);
+  // A window that holds every slot is none; dropping it also keeps sums with it in range.
+  if (attributes.window_size < p.total_sequence_length) p.window_size = attributes.window_size;
   check_rotary(check, attributes, &p);
   check_bias(check, &p);
   for (AttentionInput input : {kAlibiSlopes, kHeadSink}) {

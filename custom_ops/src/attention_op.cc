@@ -140,11 +140,9 @@ ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort
   const auto* self = static_cast<const FlashAttentionOp*>(op);
   return guarded(api, [&] {
     if (!is_float(self->cache)) {
-      throw OpError{text("kvconv::FlashAttention: the cache is ",
-                         self->cache == ort::kInt8 ? "int8" : "uint8 (int4)",
-                         "; this version of the op library takes float32, float16 and bfloat16 "
-                         "caches."),
-                    ort::kNotImplemented};
+      refuse(text("the cache is ", self->cache == ort::kInt8 ? "int8" : "uint8 (int4)",
+                  "; this version of the op library takes float32, float16 and bfloat16 caches."),
+             ort::kNotImplemented);
     }
     *node = new FlashAttentionNode{api, read_attributes(api, info), data_type(self->activation),
                                    data_type(self->cache)};

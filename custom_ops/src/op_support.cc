@@ -1,3 +1,4 @@
+// Reading a node and making its outputs, over the C ABI.
 #include "op_support.h"
 
 namespace kvconv {
@@ -19,7 +20,7 @@ void throw_if_other_type(const ort::Api* api, const ort::KernelInfo* info, const
   if (succeeded(api, ort::get_attribute_int64(api, info, name, &number)) ||
       succeeded(api, ort::get_attribute_float(api, info, name, &real)) ||
       succeeded(api, ort::get_attribute_string(api, info, name, nullptr, &size))) {
-    throw OpError{text("kvconv::FlashAttention: attribute ", name, " must be ", wanted, ".")};
+    refuse(text("attribute ", name, " must be ", wanted, "."));
   }
 }
 
@@ -56,8 +57,8 @@ void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t 
   ort::Value* value = nullptr;
   throw_if_failed(ort::get_output(api, context, index, shape.data(), shape.size(), &value));
   if (value == nullptr) {
-    throw OpError{text("kvconv::FlashAttention: output ", index,
-                       " is absent; output, present_key and present_value must all be there.")};
+    refuse(text("output ", index,
+                " is absent; output, present_key and present_value must all be there."));
   }
   void* data = nullptr;
   throw_if_failed(ort::get_tensor_mutable_data(api, value, &data));

@@ -26,6 +26,11 @@ struct OpError {
   ort::ErrorCode code = ort::kInvalidArgument;
 };
 
+[[noreturn]] inline void refuse(const std::string& message,
+                                ort::ErrorCode code = ort::kInvalidArgument) {
+  throw OpError{"kvconv::FlashAttention: " + message, code};
+}
+
 // A status that ONNX Runtime gave us, on its way back to it.
 struct OrtFailure {
   ort::Status* status;

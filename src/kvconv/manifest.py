@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvconv import __version__
-from kvconv.errors import BundleError
+from kvconv.errors import BundleError, VerificationError
 from kvconv.names import MANIFEST_FILE
 
 FORMAT_VERSION = 1
@@ -115,6 +115,25 @@ class Verification:
     tolerance: float | None = None
     checks: tuple[CheckResult, ...] = ()
     not_checked: tuple[str, ...] = ()
+
+    def require_passed(self) -> None:
+        """Raise for the first check that failed.
+
+        Raises:
+            VerificationError: Its logits differ from PyTorch's by more than the tolerance.
+        """
+        for check in self.checks:
+            if not check.passed:
+                tolerance = self.tolerance or 0.0
+                raise VerificationError(
+                    f"The bundle differs from PyTorch: in the check {check.name!r} the logits "
+                    f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}) and "
+                    f"{check.top1:.1%} of the most likely tokens agree. Please report this model; "
+                    f"kvconv export --no-verify writes it all the same.",
+                    check=check.name,
+                    max_abs=check.max_abs,
+                    tolerance=tolerance,
+                )
 
 
 @dataclass(frozen=True, slots=True)

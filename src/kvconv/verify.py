@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconv.converter.quiet import quiet
-from kvconv.errors import VerificationError
 from kvconv.manifest import CheckResult, Manifest, Verification, check_files
 from kvconv.runtime import Bundle, Session
 
@@ -46,8 +45,8 @@ DECODE_STEPS = 16
 BATCH_DECODE_STEPS = 4
 PROMPT_TOKENS = 128
 MAX_CROSSED_WINDOW = 1024
-MAX_LOGITS = 2**25
-"""Logits kept per check, rows x vocab_size: 128 MB in float32."""
+MAX_LOGITS = 2**23
+"""Logits kept per check, rows x vocab_size: 32 MB in float32."""
 _CHUNKS = (1, 3, 17, 64, 31, 128, 257)
 _TEXT = (
     "The harbour was quiet before dawn. Two fishermen mended a net of 1,204 knots while the tide "
@@ -170,7 +169,7 @@ class Verifier:
             reference: What `reference` returned for the same model.
 
         Returns:
-            The result, `passed` or `failed`; see `require_passed`.
+            The result, `passed` or `failed`; see `Verification.require_passed`.
         """
         bundle = Bundle.open(folder)
         check_files(folder, bundle.manifest, hash_all=True)
@@ -221,25 +220,6 @@ def run_checks(session: Session, manifest: Manifest, reference: Reference) -> Ve
     )
 
 
-def require_passed(verification: Verification) -> None:
-    """Raise for the first failed check.
-
-    Raises:
-        VerificationError: A check's logits differ by more than the tolerance.
-    """
-    for result in verification.checks:
-        if not result.passed:
-            tolerance = verification.tolerance or 0.0
-            raise VerificationError(
-                f"Verification failed: {result.name} differs from PyTorch by {result.max_abs:.3g} "
-                f"(allowed {tolerance:g}), top-1 agreement {100 * result.top1:.1f}%. The bundle "
-                f"must not be used; export with --attention standard to compare, and report it.",
-                check=result.name,
-                max_abs=result.max_abs,
-                tolerance=tolerance,
-            )
-
-
 def record(folder: Path, manifest: Manifest, verification: Verification) -> None:
     """Write a verification result into a bundle's manifest."""
     dataclasses.replace(manifest, verification=verification).write(folder)
@@ -273,9 +253,10 @@ def compare_logits(
 
 def _mean_kl(wanted: FloatArray, found: FloatArray) -> float:
     total = 0.0
-    for row_wanted, row_found in zip(wanted, found, strict=True):
-        p, q = (_log_softmax(row.astype(np.float64)) for row in (row_wanted, row_found))
-        total += float(np.exp(p) @ (p - q))
+    with np.errstate(invalid="ignore"):  # infinite logits; the result is checked below
+        for row_wanted, row_found in zip(wanted, found, strict=True):
+            p, q = (_log_softmax(row.astype(np.float64)) for row in (row_wanted, row_found))
+            total += float(np.exp(p) @ (p - q))
     mean = total / len(wanted)
     # Rounding may leave a sum of tiny terms just below zero.
     return max(mean, 0.0) if np.isfinite(mean) else float(np.finfo(np.float32).max)

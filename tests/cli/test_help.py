@@ -32,7 +32,9 @@ def test_every_command_has_help_for_every_option():
         for parameter in command.params:
             if parameter.param_type_name == "option":
                 assert parameter.help, f"kvconv {name} {parameter.opts}"
-        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+        result = CliRunner().invoke(main, [name, "--help"])
+        assert result.exit_code == 0
+        assert "\\b" not in result.stdout  # click's mark for lines that must not be joined
 
 
 def test_unknown_command_is_a_usage_error():

@@ -193,3 +193,16 @@ def test_cache_use_outside_attention_is_refused() -> None:
     with pytest.raises(RewriteError, match=r"it reads past_key_values\.0\.key") as caught:
         rewrite(b.graph, attention="flash", opset=23)
     assert (caught.value.expected, caught.value.found) == (1, 1)
+
+
+def test_rewrite_without_attention_is_refused() -> None:
+    b = Builder()
+    x = b.op("Gather", b.weight(32, 16), b.ids, axis=0)
+    b.output(lm_head(b, b.op("Neg", x, shape=["b", "s", 16]), "matmul"), names.LOGITS)
+    with pytest.raises(RewriteError, match="nothing to rewrite"):
+        rewrite(b.graph, attention="flash", opset=23)
+
+
+def test_rewrite_of_another_opset_is_refused() -> None:
+    with pytest.raises(ValueError, match="opset 18, not 23"):
+        rewrite(decoder(opset=18), attention="flash", opset=23)

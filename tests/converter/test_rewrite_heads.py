@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
@@ -85,6 +86,23 @@ def _way(tensor: gs.Variable, length: int) -> list[str]:
         ops.append(node.op)
         tensor = node.inputs[0]
     return ops
+
+
+def test_heads_float16_stops_at_a_norm_in_float32(tmp_path: Path) -> None:
+    def norm_in_float32(b: Builder, x: gs.Variable) -> gs.Variable:
+        wide = b.op("Cast", x, dtype=np.float32, to=np.float32, shape=x.shape)
+        scaled = b.op("Mul", wide, b.const(np.linspace(0.5, 2, b.head_dim), np.float32))
+        scaled.shape = x.shape
+        return b.op("Cast", scaled, dtype=np.float16, to=np.float16, shape=x.shape)
+
+    graph = build(Builder(dtype=np.float16), norm_in_float32)
+    rewrite(graph, attention="flash", opset=23)
+    (node,) = find(graph, names.OP_NAME, names.OP_DOMAIN)
+    assert [tensor.dtype for tensor in node.inputs[:5]] == [np.float16] * 5
+    assert _way(node.inputs[0], 4) == ["Reshape", "Transpose", "Cast", "Mul"]
+    session = graphs.open_session(graph, tmp_path)
+    logits = graphs.run(session, graphs.make_feeds(graph, graphs.make_mask(6, 4), 4))["logits"]
+    assert np.isfinite(logits).all()
 
 
 def test_heads_without_shapes_changes_nothing() -> None:

@@ -90,6 +90,20 @@ def cumulative_alibi(b: Builder) -> gs.Variable:
     return b.op("Add", float_mask(LOWEST)(b), bias, shape=["b", 1, "s", "t"])
 
 
+def one_head_windowed(b: Builder) -> gs.Variable:
+    """Let the last head see a window, too long for short probes to notice."""
+    masks = [bool_mask()(b) for _ in range(b.heads - 1)] + [bool_mask(window=100)(b)]
+    return b.op("Concat", *masks, axis=1, shape=["b", b.heads, "s", "t"])
+
+
+def of_another_input(b: Builder) -> gs.Variable:
+    """Mask by token types, which no probe can supply."""
+    types = gs.Variable("token_type_ids", np.dtype(np.int64), ["b", "t"])
+    b.graph.inputs.append(types)
+    keep = b.op("Cast", types, dtype=bool, to=onnx.TensorProto.BOOL)
+    return b.op("And", bool_mask()(b), b.op("Unsqueeze", keep, b.const([1, 2])))
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -99,9 +113,21 @@ def cumulative_alibi(b: Builder) -> gs.Variable:
         (window_with_sink_tokens, "would not say"),
         (weak, "would not say"),
         (cumulative_alibi, "adds numbers"),
+        (one_head_windowed, "heads see different slots"),
+        (of_another_input, "depends on the input token_type_ids"),
         (lambda b: b.op("Squeeze", bool_mask()(b), b.const([1])), "its shape is"),
     ],
-    ids=["chunk", "no padding", "first slot", "sink tokens", "weak", "cumulative", "rank 3"],
+    ids=[
+        "chunk",
+        "no padding",
+        "first slot",
+        "sink tokens",
+        "weak",
+        "cumulative",
+        "one head",
+        "another input",
+        "rank 3",
+    ],
 )
 def test_recognise_odd_mask_says_why_not(build: Mask, reason: str) -> None:
     answer = recognise(build)

@@ -1,7 +1,5 @@
 """Traced graphs, run by the numpy evaluator, against PyTorch with eager attention."""
 
-import functools
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -11,30 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconv import names
 from kvconv.converter.decoder_spec import describe
-from kvconv.converter.simplify import simplify
 from kvconv.converter.trace import trace
-from kvconv.converter.weights import lay_out, save
 from kvconv.errors import ExportError, UnsupportedModelError
 from rewrite_graphs import Attention
 from tiny_decoders import CONFIGS, WINDOW, padded_batch, tiny_model
 
 MODEL_TYPES = tuple(CONFIGS)
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    """Give a factory: model type -> (PyTorch model, spec, path of the simplified graph)."""
-
-    @functools.cache
-    def make(model_type):
-        model = tiny_model(model_type)
-        spec = describe(model)
-        graph = trace(model, spec, opset=23)
-        lay_out(graph)
-        simplify(graph)
-        return model, spec, save(graph, tmp_path_factory.mktemp(model_type))
-
-    return make
 
 
 def placeholders(path):

@@ -1,5 +1,5 @@
 // The flash kernel: tiles of keys, online softmax, no score matrix. Compiled once per instruction
-// set (KVCONV_ISA), and picked at load by kernels.cc.
+// set (KVCONV_USE_...); kernels.cc picks one.
 //
 // The S x G queries that share a key/value head are one list of rows, ordered by position. A task
 // is a block of those rows against a range of keys: each tile of keys is read once for all rows of
@@ -21,173 +21,15 @@
 #endif
 
 #include "vec_math.h"
-// After the vectors it computes with.
+// After the vectors that they compute with.
+#include "flash_cache.h"
+#include "flash_division.h"
 #include "flash_tile.h"
 
 namespace kvconv {
 namespace {
 
-constexpr std::int64_t kMaxBlockRows = 64;
-constexpr std::int64_t kMinSplitKeys = 256;  // fewer are not worth the combining
-constexpr std::int64_t kWantedTasks = 64;
 constexpr std::int64_t kSerialElements = 1 << 15;  // appending less than this needs no threads
-
-std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-std::int64_t round_up(std::int64_t a, std::int64_t unit) { return (a + unit - 1) / unit * unit; }
-
-// How the work is divided.
-struct Division {
-  std::int64_t group;       // G
-  std::int64_t rows;        // S * G, per batch and key/value head
-  std::int64_t block_rows;  // rows of a block, padded to whole vectors
-  std::int64_t num_blocks;  // per batch and key/value head
-  std::int64_t num_splits;  // key ranges per block
-  std::int64_t num_heads;   // B * K
-};
-
-Division divide(const AttentionParams& p) {
-  Division d;
-  d.group = p.num_heads / p.kv_num_heads;
-  d.rows = p.sequence_length * d.group;
-  d.block_rows = min_of(kMaxBlockRows, round_up(d.rows, kLanes));
-  d.num_blocks = d.rows == 0 ? 0 : (d.rows + d.block_rows - 1) / d.block_rows;
-  d.num_heads = p.batch_size * p.kv_num_heads;
-  const std::int64_t num_tasks = max_of(1, d.num_heads * d.num_blocks);
-  std::int64_t keys = p.total_sequence_length;
-  if (p.window_size > 0 && p.is_causal) keys = min_of(keys, p.window_size + p.sequence_length);
-  d.num_splits = max_of(1, min_of(kWantedTasks / num_tasks, keys / kMinSplitKeys));
-  return d;
-}
-
-// The running sums of a block over a range of keys.
-struct Partial {
-  float* maximum;      // [rows]
-  float* sum;          // [rows]
-  float* accumulator;  // [Hv, rows]
-};
-
-std::int64_t partial_floats(const AttentionParams& p, const Division& d) {
-  return round_up(d.block_rows * (2 + p.value_head_dim), 16);
-}
-
-Partial partial_at(float* memory, const Division& d) {
-  return {memory, memory + d.block_rows, memory + 2 * d.block_rows};
-}
-
-// One worker's memory.
-struct Scratch {
-  float* queries;       // [H, rows]: rotated and scaled
-  float* scores;        // [kKeyTile, rows]
-  float* keys;          // [kKeyTile, H], when the cache is not float32
-  float* values;        // [kKeyTile, Hv]
-  float* row;           // [max(H, Hv)]
-  float* alpha;         // [rows]
-  float* slopes;        // [rows]
-  float* query_offset;  // [rows]: slot of the row's query, counted from the tile's first
-  float* first;         // [rows]: first key of the tile that the row sees
-  float* last;          // [rows]: and the one after the last
-  Partial partial;      // when the keys are not split
-};
-
-// Lays a Scratch out in memory and returns the number of floats it takes.
-std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory, Scratch* scratch) {
-  std::int64_t used = 0;
-  const auto take = [&](std::int64_t count) {
-    float* start = memory == nullptr ? nullptr : memory + used;
-    used += round_up(count, 16);
-    return start;
-  };
-  const bool widens = p.cache_type != DataType::kFloat32;
-  scratch->queries = take(p.head_dim * d.block_rows);
-  scratch->scores = take(kKeyTile * d.block_rows);
-  scratch->keys = take(widens ? kKeyTile * p.head_dim : 0);
-  scratch->values = take(widens ? kKeyTile * p.value_head_dim : 0);
-  scratch->row = take(max_of(p.head_dim, p.value_head_dim));
-  scratch->alpha = take(d.block_rows);
-  scratch->slopes = take(d.block_rows);
-  scratch->query_offset = take(d.block_rows);
-  scratch->first = take(d.block_rows);
-  scratch->last = take(d.block_rows);
-  float* partial = take(partial_floats(p, d));
-  if (memory != nullptr) scratch->partial = partial_at(partial, d);
-  return used;
-}
-
-// Calls body(worker, task) for every task in [0, count); worker is below parallel_for.num_workers.
-template <typename Body>
-void for_each_task(const ParallelFor& parallel_for, std::int64_t count, const Body& body) {
-  struct Shared {
-    const Body* body;
-    std::int64_t count;
-    std::int64_t next;
-  } shared{&body, count, 0};
-  const auto work = [](void* data, std::size_t worker) {
-    Shared* s = static_cast<Shared*>(data);
-    for (;;) {
-      const std::int64_t task = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
-      if (task >= s->count) return;
-      (*s->body)(static_cast<std::int64_t>(worker), task);
-    }
-  };
-  const std::int64_t workers = min_of(count, parallel_for.num_workers);
-  if (workers > 1) {
-    parallel_for.run(parallel_for.pool, work, &shared, static_cast<std::size_t>(workers));
-  } else {
-    work(&shared, 0);
-  }
-}
-
-void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position, float* row) {
-  const std::int64_t half = p.rotary_dim / 2;
-  const std::int64_t table = batch * p.rotary_batch_stride + position * half;
-  for (std::int64_t i = 0; i < half; ++i) {
-    float* first = row + (p.rotary_interleaved ? 2 * i : i);
-    float* second = row + (p.rotary_interleaved ? 2 * i + 1 : i + half);
-    const float c = p.cos[table + i];
-    const float s = p.sin[table + i];
-    const float x1 = *first;
-    const float x2 = *second;
-    *first = x1 * c - x2 * s;
-    *second = x2 * c + x1 * s;
-  }
-}
-
-// Copies the past slots of cache head `head` (unless past and present are one) and writes the new
-// tokens behind them.
-void append_head(const AttentionParams& p, std::int64_t head, const void* past, void* present,
-                 const void* source, std::int64_t width, bool rotates, float* row) {
-  const std::int64_t cache_row_bytes = width * bytes_of(p.cache_type);
-  char* target = static_cast<char*>(present) + head * p.present_capacity * cache_row_bytes;
-  if (past != present && p.past_sequence_length > 0) {
-    std::memcpy(target, static_cast<const char*>(past) + head * p.past_capacity * cache_row_bytes,
-                static_cast<std::size_t>(p.past_sequence_length * cache_row_bytes));
-  }
-  const std::int64_t batch = head / p.kv_num_heads;
-  const std::int64_t source_row_bytes = width * bytes_of(p.activation_type);
-  for (std::int64_t i = 0; i < p.sequence_length; ++i) {
-    const std::int64_t token = batch * p.sequence_length + i;
-    const std::int64_t source_row = token * p.kv_num_heads + head % p.kv_num_heads;
-    widen(static_cast<const char*>(source) + source_row * source_row_bytes, p.activation_type, row,
-          width);
-    if (rotates) rotate(p, batch, i, row);
-    narrow(row, target + (p.past_sequence_length + i) * cache_row_bytes, p.cache_type, width);
-  }
-}
-
-// Position among the new tokens, and query head, of row `row` of a key/value head.
-std::int64_t position_of(const Division& d, std::int64_t row) { return row / d.group; }
-std::int64_t query_head_of(const Division& d, std::int64_t kv_head, std::int64_t row) {
-  return kv_head * d.group + row % d.group;
-}
-
-// A block of rows: which they are, and where the kernel keeps their things.
-struct Block {
-  std::int64_t batch;
-  std::int64_t kv_head;
-  std::int64_t first_row;
-  std::int64_t num_rows;
-};
 
 void load_queries(const AttentionParams& p, const Division& d, const Block& block,
                   const Scratch& scratch) {
@@ -251,7 +93,7 @@ void attend_range(const AttentionParams& p, const Division& d, const Block& bloc
                            ? p.head_sink[query_head_of(d, block.kv_head, block.first_row + r)]
                            : kMinusInfinity;
     partial.maximum[r] = sink;
-    partial.sum[r] = sink == kMinusInfinity ? 0.0F : 1.0F;
+    partial.sum[r] = sink == kMinusInfinity ? 0.0F : 1.0F + (sink - sink);  // NaN stays NaN
   }
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(p.value_head_dim * lanes) * sizeof(float));
@@ -353,14 +195,6 @@ void combine(const AttentionParams& p, const Division& d, float* partials) {
     }
     store(result.sum + lane, sum);
   }
-}
-
-Block block_of(const AttentionParams& p, const Division& d, std::int64_t index) {
-  // Late blocks see most keys; taking them first leaves small tasks to fill the end.
-  const std::int64_t head = index % d.num_heads;
-  const std::int64_t first_row = (d.num_blocks - 1 - index / d.num_heads) * d.block_rows;
-  return {head / p.kv_num_heads, head % p.kv_num_heads, first_row,
-          min_of(d.block_rows, d.rows - first_row)};
 }
 
 void attend_task(const AttentionParams& p, const Division& d, std::int64_t task,

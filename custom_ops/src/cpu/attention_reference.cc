@@ -102,9 +102,8 @@ void attend(const AttentionParams& p, std::int64_t batch, std::int64_t head, std
   }
 
   // 2. Softmax. A slot whose weight is 0 contributes nothing, whatever its value holds.
-  double sum = p.head_sink != nullptr && p.head_sink[head] > kMinusInfinity
-                   ? std::exp(p.head_sink[head] - maximum)
-                   : 0.0;
+  const bool has_sink = p.head_sink != nullptr && p.head_sink[head] != kMinusInfinity;
+  double sum = has_sink ? std::exp(p.head_sink[head] - maximum) : 0.0;
   std::vector<double> result(static_cast<std::size_t>(p.value_head_dim), 0.0);
   for (std::int64_t j = 0; j < p.total_sequence_length; ++j) {
     if (scores[j] == kMinusInfinity) continue;

@@ -10,7 +10,6 @@
 namespace kvconv {
 namespace {
 
-constexpr std::int64_t kKeyTile = 64;  // keys whose scores are held at once
 constexpr float kMinusInfinity = -__builtin_inff();
 
 // c[i][lane] = alpha[lane] * c[i][lane] + sum over k of a(i, k) * b[k][lane], for `rows` rows and

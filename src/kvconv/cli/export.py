@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @click.option("--no-verify", is_flag=True, help="Skip the comparison with PyTorch.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line.")
 def command(model: str, output: Path, no_verify: bool, as_json: bool, **options: Any) -> None:
-    r"""Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
+    """Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
 
     MODEL is a hub id, a folder made by save_pretrained, or a .gguf file. A private hub model needs
     HF_TOKEN.
@@ -56,7 +56,7 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
     \b
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
     kvconv export models/SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2 --dtype float16
-    """
+    """  # noqa: D301 - click wants the control character that \b stands for
     with needs_extra("cpu,export"):
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier

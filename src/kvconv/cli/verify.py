@@ -38,7 +38,7 @@ def command(
     manifest = read_manifest(bundle)
     with needs_extra("cpu,export"):
         from kvconv.converter.load import load_model
-        from kvconv.verify import Verifier, record, require_passed
+        from kvconv.verify import Verifier, record
 
         verifier = Verifier(
             prompt_tokens=prompt_tokens,
@@ -63,7 +63,7 @@ def command(
         print_json({"bundle": str(bundle), **dataclasses.asdict(result)})
     else:
         click.echo("\n".join(describe(result)))
-    require_passed(result)
+    result.require_passed()
 
 
 def describe(result: Verification) -> list[str]:

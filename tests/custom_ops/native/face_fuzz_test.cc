@@ -1,0 +1,336 @@
+// A seeded fuzzer of the op's face: valid runs and runs with one thing wrong, with zero lengths,
+// full caches, huge heads, NaN and infinities. Every run must end in a status that says something,
+// with nothing written, or in the reference kernel's result.
+//
+//   face_fuzz_test [first seed] [number of seeds]
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "attention_op.h"
+#include "check.h"
+#include "fake_ort.h"
+
+namespace kvconv::test {
+namespace {
+
+constexpr std::int64_t kMaxWork = 2'000'000;  // multiplications of the reference, per run
+
+struct Run {
+  FakeInfo attributes;
+  std::vector<std::unique_ptr<FakeTensor>> inputs{kNumAttentionInputs};
+  DataType activation = DataType::kFloat32;
+  DataType cache = DataType::kFloat32;
+  bool in_place = false;
+  bool is_valid = true;
+};
+
+ort::ElementType onnx_type(DataType type) {
+  if (type == DataType::kFloat16) return ort::kFloat16;
+  return type == DataType::kBFloat16 ? ort::kBFloat16 : ort::kFloat32;
+}
+
+// Fills a float tensor with random numbers, and rarely with what is not a number.
+void randomize(Random& random, FakeTensor& tensor, bool has_specials) {
+  const DataType type = tensor.type == ort::kFloat16    ? DataType::kFloat16
+                        : tensor.type == ort::kBFloat16 ? DataType::kBFloat16
+                                                        : DataType::kFloat32;
+  for (std::int64_t i = 0; i < tensor.size(); ++i) {
+    float value = random.normal();
+    if (has_specials && random.chance(1)) {
+      value = random.chance(50) ? std::numeric_limits<float>::quiet_NaN()
+                                : std::numeric_limits<float>::infinity();
+    }
+    store_element(tensor.data.get(), i, type, value);
+  }
+}
+
+// A run in which everything fits.
+Run make_run(Random& random) {
+  Run run;
+  const std::vector<std::int64_t> edges = {1, 1, 2, 3, 8, 16, 17, 33, 63, 64, 65};
+  const std::int64_t batch = random.chance(4) ? 0 : 1 + random.below(3);
+  const std::int64_t kv_heads = 1 + random.below(3);
+  const std::int64_t heads = kv_heads * (1 + random.below(4));
+  std::int64_t new_tokens = random.chance(6) ? 0 : random.chance(50) ? 1 : random.pick(edges);
+  std::int64_t past = random.chance(25) ? 0 : random.pick(edges) * (1 + random.below(10));
+  std::int64_t width = random.chance(2) ? 5000 : random.pick(edges);
+  const std::int64_t value_width = random.chance(2)    ? 4097
+                                   : random.chance(50) ? width
+                                                       : random.pick(edges);
+  while (batch * heads * new_tokens * (past + new_tokens) * (width + value_width) > kMaxWork) {
+    new_tokens = (new_tokens + 1) / 2;
+    if (new_tokens == 1) past /= 2;
+  }
+  const std::int64_t total = past + new_tokens;
+  run.activation = random.chance(60) ? DataType::kFloat32 : DataType::kFloat16;
+  run.cache = random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
+  const ort::ElementType activation = onnx_type(run.activation);
+  const bool has_specials = random.chance(15);
+
+  const auto add = [&](AttentionInput input, ort::ElementType type,
+                       std::vector<std::int64_t> shape) -> FakeTensor& {
+    run.inputs[input] = std::make_unique<FakeTensor>(type, std::move(shape));
+    return *run.inputs[input];
+  };
+  const auto add_floats = [&](AttentionInput input, ort::ElementType type,
+                              std::vector<std::int64_t> shape) {
+    randomize(random, add(input, type, std::move(shape)), has_specials);
+  };
+
+  const bool gives_length = random.chance(40);
+  const bool concat = !gives_length && random.chance(40);
+  const std::int64_t capacity = concat ? past : total + (random.chance(40) ? 0 : random.below(70));
+  run.in_place = !concat && random.chance(60);
+  add_floats(kQuery, activation, {batch, new_tokens, heads * width});
+  add_floats(kKey, activation, {batch, new_tokens, kv_heads * width});
+  add_floats(kValue, activation, {batch, new_tokens, kv_heads * value_width});
+  add_floats(kPastKey, onnx_type(run.cache), {batch, kv_heads, capacity, width});
+  add_floats(kPastValue, onnx_type(run.cache), {batch, kv_heads, capacity, value_width});
+  if (!gives_length || random.chance(50)) {
+    const std::int64_t mask_width = gives_length && random.chance(50) ? capacity : total;
+    FakeTensor& mask = add(kAttentionMask, ort::kInt64, {batch, mask_width});
+    const int percent = random.pick<int>({0, 0, 10, 90, 100});
+    for (std::int64_t i = 0; i < mask.size(); ++i) {
+      reinterpret_cast<std::int64_t*>(mask.data.get())[i] = random.chance(percent) ? 0 : 1;
+    }
+  }
+  if (gives_length) {
+    const auto length = static_cast<std::int32_t>(past);
+    std::memcpy(add(kPastSequenceLength, ort::kInt32, {1}).data.get(), &length, sizeof(length));
+  }
+  if (width >= 2 && random.chance(30)) {
+    const std::int64_t rotary_dim = 2 * (1 + random.below(width / 2));
+    const std::int64_t tables = random.chance(50) ? 1 : batch;
+    add_floats(kCos, ort::kFloat32, {tables, new_tokens, rotary_dim / 2});
+    add_floats(kSin, ort::kFloat32, {tables, new_tokens, rotary_dim / 2});
+    run.attributes.ints["rotary_dim"] = rotary_dim;
+    run.attributes.ints["rotary_interleaved"] = random.below(2);
+  }
+  if (random.chance(25)) {
+    std::vector<std::int64_t> shape = {batch, heads, new_tokens, total};
+    for (std::int64_t& dim : shape) dim = random.chance(30) ? 1 : dim;
+    shape.erase(shape.begin(), shape.begin() + random.below(5));
+    add_floats(kAttentionBias, activation, shape);
+  }
+  if (random.chance(15)) {
+    FakeTensor& slopes = add(kAlibiSlopes, ort::kFloat32, {heads});
+    for (std::int64_t h = 0; h < heads; ++h) {  // small: e^-87 is 0 in float32 only
+      reinterpret_cast<float*>(slopes.data.get())[h] = 0.01F * random.normal();
+    }
+  }
+  if (random.chance(15)) add_floats(kHeadSink, ort::kFloat32, {heads});
+
+  run.attributes.ints["num_heads"] = heads;
+  run.attributes.ints["kv_num_heads"] = kv_heads;
+  if (random.chance(30)) {
+    run.attributes.ints["window_size"] =
+        random.chance(10) ? std::numeric_limits<std::int64_t>::max() : random.pick(edges);
+  }
+  if (random.chance(20)) run.attributes.ints["causal"] = 0;
+  if (random.chance(20)) run.attributes.floats["softcap"] = 2.0F;
+  if (random.chance(20)) run.attributes.floats["scale"] = 0.1F;
+  return run;
+}
+
+// Replaces a tensor by one of another shape or type, keeping what fits of its contents.
+void replace(std::unique_ptr<FakeTensor>& tensor, ort::ElementType type,
+             std::vector<std::int64_t> shape) {
+  auto changed = std::make_unique<FakeTensor>(type, std::move(shape));
+  const std::size_t kept = std::min(changed->bytes(), tensor->bytes());
+  if (kept > 0) std::memcpy(changed->data.get(), tensor->data.get(), kept);
+  if (changed->bytes() > kept) std::memset(changed->data.get() + kept, 0, changed->bytes() - kept);
+  tensor = std::move(changed);
+}
+
+// Makes one thing about the inputs or attributes different.
+void spoil(Random& random, Run& run) {
+  run.is_valid = false;
+  if (random.chance(15)) {
+    const char* name =
+        random.pick<const char*>({"num_heads", "kv_num_heads", "window_size", "rotary_dim"});
+    run.attributes.ints[name] = random.below(40) - 8;
+    return;
+  }
+  std::vector<std::size_t> present;
+  for (std::size_t i = 0; i < run.inputs.size(); ++i) {
+    if (run.inputs[i] != nullptr) present.push_back(i);
+  }
+  std::unique_ptr<FakeTensor>& tensor = run.inputs[random.pick(present)];
+  std::vector<std::int64_t> shape = tensor->shape;
+  switch (random.below(6)) {
+    case 0:
+      tensor.reset();
+      return;
+    case 1:
+      replace(tensor, random.pick<ort::ElementType>({ort::kFloat32, ort::kInt8, ort::kInt64}),
+              shape);
+      return;
+    case 2:
+      shape.push_back(1);
+      break;
+    case 3:
+      if (!shape.empty()) shape.pop_back();
+      break;
+    default:
+      if (shape.empty()) break;
+      std::int64_t& dim =
+          shape[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(shape.size())))];
+      dim = std::max<std::int64_t>(0, random.chance(25) ? 0 : dim + random.below(5) - 2);
+  }
+  replace(tensor, tensor->type, shape);
+}
+
+const ort::CustomOp& op_for(const Run& run) {
+  for (const ort::CustomOp* op : registered_ops()) {
+    if (op->get_input_type(op, kQuery) == onnx_type(run.activation) &&
+        op->get_input_type(op, kPastKey) == onnx_type(run.cache)) {
+      return *op;
+    }
+  }
+  CHECK(false, "no op for these types");
+  std::abort();
+}
+
+std::vector<unsigned char> contents(const FakeTensor* tensor) {
+  if (tensor == nullptr || tensor->data == nullptr) return {};
+  return {tensor->data.get(), tensor->data.get() + tensor->bytes()};
+}
+
+// The reference kernel's outputs for what the op was given.
+std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
+                                                           const FakeContext& context) {
+  AttentionInputs inputs;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    inputs[i] = read_input(fake_api(), reinterpret_cast<const ort::KernelContext*>(&context), i);
+  }
+  const auto attributes =
+      read_attributes(fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes));
+  AttentionParams p = check_inputs(attributes, inputs, run.activation, run.cache);
+  std::vector<std::unique_ptr<FakeTensor>> outputs;
+  for (std::size_t i = 0; i <= kPresentValue; ++i) {
+    const FakeTensor& made = *context.outputs[i];
+    outputs.push_back(std::make_unique<FakeTensor>(made.type, made.shape));
+  }
+  p.output = outputs[kOutput]->data.get();
+  p.present_key = outputs[kPresentKey]->data.get();
+  p.present_value = outputs[kPresentValue]->data.get();
+  attention_reference(p);
+  return outputs;
+}
+
+// Compares one cache's slots below `used`; above, nothing may differ from `before`.
+void check_cache(const FakeTensor& actual, const FakeTensor& expected, std::int64_t used,
+                 const FakeTensor* before, DataType type, const std::string& what) {
+  const std::int64_t row = actual.shape[3];
+  const std::int64_t capacity = actual.shape[2];
+  for (std::int64_t head = 0; head < actual.shape[0] * actual.shape[1]; ++head) {
+    const std::int64_t start = head * capacity * row * bytes_of(type);
+    check_close(actual.data.get() + start, expected.data.get() + start, used * row, type,
+                tolerance_of(type), what);
+    if (before == nullptr || used == capacity) continue;
+    const std::int64_t skipped = start + used * row * bytes_of(type);
+    CHECK(std::memcmp(actual.data.get() + skipped, before->data.get() + skipped,
+                      static_cast<std::size_t>((capacity - used) * row * bytes_of(type))) == 0,
+          "%s: a slot beyond the new tokens was written", what.c_str());
+  }
+}
+
+// Returns whether the op accepted the run.
+bool execute(std::uint64_t seed) {
+  Random random(seed);
+  Run run = make_run(random);
+  if (random.chance(50)) spoil(random, run);
+  const std::string what = "seed " + std::to_string(seed);
+  const std::int64_t live = num_live_objects();
+
+  // 1. Make the node.
+  const ort::CustomOp& op = op_for(run);
+  void* node = nullptr;
+  const std::string refusal = take_message(op.create_kernel_v2(
+      &op, fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes), &node));
+  if (!refusal.empty()) {
+    CHECK(!run.is_valid, "%s: a valid node was refused: %s", what.c_str(), refusal.c_str());
+    CHECK(num_live_objects() == live, "%s: a status was not freed", what.c_str());
+    return false;
+  }
+
+  // 2. Run it, in place or not; keep copies of what it was given.
+  FakeContext context;
+  context.types = {onnx_type(run.activation), onnx_type(run.cache), onnx_type(run.cache)};
+  context.bound.resize(3);
+  context.outputs.resize(3);
+  std::vector<std::unique_ptr<FakeTensor>> originals;
+  for (const auto& input : run.inputs) {
+    context.inputs.push_back(input.get());
+    if (input == nullptr) {
+      originals.push_back(nullptr);
+      continue;
+    }
+    originals.push_back(std::make_unique<FakeTensor>(input->type, input->shape));
+    if (input->bytes() > 0) {
+      std::memcpy(originals.back()->data.get(), input->data.get(), input->bytes());
+    }
+  }
+  if (run.in_place) {
+    context.bound[kPresentKey] = run.inputs[kPastKey].get();
+    context.bound[kPresentValue] = run.inputs[kPastValue].get();
+  }
+  const std::string message =
+      take_message(op.kernel_compute_v2(node, reinterpret_cast<ort::KernelContext*>(&context)));
+  op.kernel_destroy(node);
+  CHECK(num_live_objects() == live, "%s: an object of ONNX Runtime was not freed", what.c_str());
+
+  // 3. A refusal wrote nothing.
+  if (!message.empty()) {
+    CHECK(!run.is_valid, "%s: valid inputs were refused: %s", what.c_str(), message.c_str());
+    for (std::size_t i = 0; i < run.inputs.size(); ++i) {
+      CHECK(contents(run.inputs[i].get()) == contents(originals[i].get()),
+            "%s: input %zu was changed by a refused run", what.c_str(), i);
+    }
+    return false;
+  }
+
+  // 4. Anything else is right.
+  for (std::size_t i = 0; i < originals.size(); ++i) context.inputs[i] = originals[i].get();
+  const auto expected = reference_outputs(run, context);
+  const FakeTensor& output = *context.outputs[kOutput];
+  // Rotated keys may be rounded to either neighbour; see kernels_test.cc.
+  const float tolerance = std::max(tolerance_of(run.activation),
+                                   run.inputs[kCos] != nullptr ? tolerance_of(run.cache) : 0.0F);
+  check_close(output.data.get(), expected[kOutput]->data.get(), output.size(), run.activation,
+              tolerance, what + ", output");
+  std::int64_t used = originals[kQuery]->shape[1];
+  if (originals[kPastSequenceLength] != nullptr) {
+    used += *reinterpret_cast<const std::int32_t*>(originals[kPastSequenceLength]->data.get());
+  } else {
+    used = originals[kAttentionMask]->shape[1];
+  }
+  for (const auto& [present, past] :
+       {std::pair{kPresentKey, kPastKey}, std::pair{kPresentValue, kPastValue}}) {
+    if (context.outputs[present]->size() == 0) continue;
+    check_cache(*context.outputs[present], *expected[present], used,
+                run.in_place ? originals[past].get() : nullptr, run.cache, what + ", present");
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace kvconv::test
+
+int main(int argc, char** argv) {
+  const std::uint64_t first = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
+  const std::uint64_t count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 2000;
+  std::uint64_t accepted = 0;
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    accepted += kvconv::test::execute(seed) ? 1 : 0;
+  }
+  // A fuzzer whose every run is refused tests nothing.
+  CHECK(count < 100 || (accepted > count / 3 && accepted < count),
+        "%llu of %llu runs were accepted", static_cast<unsigned long long>(accepted),
+        static_cast<unsigned long long>(count));
+  std::printf("%llu runs: %llu right results, %llu refusals\n",
+              static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted),
+              static_cast<unsigned long long>(count - accepted));
+  return 0;
+}

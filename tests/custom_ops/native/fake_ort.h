@@ -1,0 +1,55 @@
+// A fake of the few ONNX Runtime functions that the op library calls, so that the op can be driven
+// with any shapes, types and missing inputs at all, under the sanitizers.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvconv/ort_abi.h"
+
+namespace kvconv::test {
+
+// A tensor in memory of exactly its size; without elements it has no memory at all.
+struct FakeTensor {
+  FakeTensor(ort::ElementType element_type, std::vector<std::int64_t> dims);
+
+  std::int64_t size() const;  // elements
+  std::size_t bytes() const;
+
+  ort::ElementType type;
+  std::vector<std::int64_t> shape;
+  std::unique_ptr<unsigned char[]> data;
+};
+
+// A node's attributes.
+struct FakeInfo {
+  std::map<std::string, std::int64_t> ints;
+  std::map<std::string, float> floats;
+  std::map<std::string, std::string> strings;
+};
+
+// One run: what the op reads, and what it makes.
+struct FakeContext {
+  std::vector<FakeTensor*> inputs;      // null = absent
+  std::vector<ort::ElementType> types;  // of the outputs
+  std::vector<FakeTensor*> bound;       // output memory that the caller gives, or null
+  std::vector<std::unique_ptr<FakeTensor>> made;
+  std::vector<FakeTensor*> outputs;  // what get_output returned; null before it is called
+};
+
+// Registers the library with the fake and returns its ops.
+const std::vector<const ort::CustomOp*>& registered_ops();
+
+// The fake table of functions.
+const ort::Api* fake_api();
+
+// Takes a status apart and frees it; empty means success.
+std::string take_message(ort::Status* status);
+
+// Statuses and tensor infos that were made and not freed.
+std::int64_t num_live_objects();
+
+}  // namespace kvconv::test

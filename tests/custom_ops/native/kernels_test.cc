@@ -1,0 +1,263 @@
+// Every build of the flash kernel that this machine can run, against the reference kernel; and the
+// 16-bit conversions against all values there are.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+
+#include "check.h"
+
+namespace kvconv::test {
+namespace {
+
+// Runs the tasks on three threads of its own, several per thread.
+void run_on_threads(void*, void (*task)(void*, std::size_t), void* data, std::size_t count) {
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < 3; ++t) {
+    threads.emplace_back([=] {
+      for (std::size_t i = t; i < count; i += 3) task(data, i);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Memory of exactly the elements asked for, so that AddressSanitizer sees one element too far.
+class Buffer {
+ public:
+  Buffer(std::int64_t elements, DataType type)
+      : type_(type),
+        bytes_(static_cast<std::size_t>(elements * bytes_of(type))),
+        data_(new unsigned char[bytes_]) {
+    std::memset(data_.get(), 0xFF, bytes_);  // NaN in all three types
+  }
+  Buffer(const Buffer& other)
+      : type_(other.type_), bytes_(other.bytes_), data_(new unsigned char[bytes_]) {
+    std::memcpy(data_.get(), other.data_.get(), bytes_);
+  }
+  void randomize(Random& random) {
+    for (std::int64_t i = 0; i < size(); ++i) store_element(data(), i, type_, random.normal());
+  }
+  std::int64_t size() const { return static_cast<std::int64_t>(bytes_) / bytes_of(type_); }
+  void* data() const { return data_.get(); }
+
+ private:
+  DataType type_;
+  std::size_t bytes_;
+  std::unique_ptr<unsigned char[]> data_;
+};
+
+// One random run of the kernel, with the memory it needs.
+struct Case {
+  AttentionParams p;
+  std::vector<Buffer> buffers;
+  std::vector<std::int64_t> mask;
+  std::vector<std::vector<float>> tables;
+  bool in_place = false;
+  std::string text;
+
+  const void* input(Random& random, std::int64_t elements, DataType type) {
+    buffers.emplace_back(elements, type);
+    buffers.back().randomize(random);
+    return buffers.back().data();
+  }
+  const float* table(Random& random, std::int64_t elements, float factor) {
+    tables.emplace_back();
+    for (std::int64_t i = 0; i < elements; ++i) tables.back().push_back(factor * random.normal());
+    return tables.back().data();
+  }
+};
+
+Case make_case(std::uint64_t seed) {
+  Random random(seed);
+  Case c;
+  AttentionParams& p = c.p;
+  const std::vector<std::int64_t> edges = {1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65};
+  p.batch_size = 1 + random.below(3);
+  p.kv_num_heads = 1 + random.below(3);
+  p.num_heads = p.kv_num_heads * (1 + random.below(5));
+  p.sequence_length = random.chance(40) ? 1 : random.pick(edges);
+  p.past_sequence_length = random.chance(25)   ? 0
+                           : random.chance(15) ? 900
+                                               : random.pick(edges) * (1 + random.below(3));
+  p.total_sequence_length = p.past_sequence_length + p.sequence_length;
+  p.head_dim = random.chance(3) ? 1000 : random.pick(edges);
+  p.value_head_dim = random.chance(50) ? p.head_dim : random.pick(edges);
+  p.activation_type = random.chance(70) ? DataType::kFloat32 : DataType::kFloat16;
+  p.cache_type =
+      random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
+  p.scale = 1.0F / std::sqrt(static_cast<float>(p.head_dim));
+  p.softcap = random.chance(25) ? 1.5F : 0.0F;
+  p.window_size = random.chance(30) ? random.pick(edges) : 0;
+  p.is_causal = random.chance(80);
+
+  const bool concat = random.chance(30);
+  c.in_place = !concat && random.chance(70);
+  p.past_capacity = concat ? p.past_sequence_length : p.total_sequence_length + random.below(9);
+  p.present_capacity = concat ? p.total_sequence_length : p.past_capacity;
+
+  const std::int64_t tokens = p.batch_size * p.sequence_length;
+  const std::int64_t heads = p.batch_size * p.kv_num_heads;
+  c.buffers.reserve(16);
+  p.query = c.input(random, tokens * p.num_heads * p.head_dim, p.activation_type);
+  p.key = c.input(random, tokens * p.kv_num_heads * p.head_dim, p.activation_type);
+  p.value = c.input(random, tokens * p.kv_num_heads * p.value_head_dim, p.activation_type);
+  p.past_key = c.input(random, heads * p.past_capacity * p.head_dim, p.cache_type);
+  p.past_value = c.input(random, heads * p.past_capacity * p.value_head_dim, p.cache_type);
+  if (random.chance(60)) {
+    p.mask_width = p.total_sequence_length + (random.chance(20) ? random.below(5) : 0);
+    const int percent = random.pick<int>({0, 10, 50, 95, 100});
+    for (std::int64_t i = 0; i < p.batch_size * p.mask_width; ++i) {
+      c.mask.push_back(random.chance(percent) ? 0 : 1);
+    }
+    p.attention_mask = c.mask.data();
+  }
+  c.tables.reserve(8);
+  if (p.head_dim >= 2 && random.chance(40)) {
+    p.rotary_dim = 2 * (1 + random.below(p.head_dim / 2));
+    p.rotary_interleaved = random.chance(50);
+    const bool shared = random.chance(50);
+    const std::int64_t size = p.sequence_length * p.rotary_dim / 2;
+    p.rotary_batch_stride = shared ? 0 : size;
+    p.cos = c.table(random, shared ? size : size * p.batch_size, 1.0F);
+    p.sin = c.table(random, shared ? size : size * p.batch_size, 1.0F);
+  }
+  if (random.chance(30)) {
+    const std::int64_t full[4] = {p.batch_size, p.num_heads, p.sequence_length,
+                                  p.total_sequence_length};
+    std::int64_t stride = 1;
+    for (int axis = 3; axis >= 0; --axis) {
+      if (random.chance(40)) continue;  // broadcast
+      p.bias_strides[axis] = stride;
+      stride *= full[axis];
+    }
+    p.attention_bias = c.input(random, stride, p.activation_type);
+  }
+  if (random.chance(20)) p.alibi_slopes = c.table(random, p.num_heads, 0.3F);
+  if (random.chance(20)) p.head_sink = c.table(random, p.num_heads, 2.0F);
+
+  c.text = "case " + std::to_string(seed) + " (S " + std::to_string(p.sequence_length) + ", past " +
+           std::to_string(p.past_sequence_length) + ", H " + std::to_string(p.head_dim) + ", Hv " +
+           std::to_string(p.value_head_dim) + ", G " +
+           std::to_string(p.num_heads / p.kv_num_heads) + ")";
+  return c;
+}
+
+// What a run leaves: output and both caches.
+struct Result {
+  Buffer output;
+  Buffer key;
+  Buffer value;
+};
+
+template <typename Run>
+Result run_case(const Case& c, const Run& run) {
+  AttentionParams p = c.p;
+  const std::int64_t heads = p.batch_size * p.kv_num_heads;
+  Result result{
+      Buffer(p.batch_size * p.sequence_length * p.num_heads * p.value_head_dim, p.activation_type),
+      Buffer(heads * p.present_capacity * p.head_dim, p.cache_type),
+      Buffer(heads * p.present_capacity * p.value_head_dim, p.cache_type)};
+  if (c.in_place) {
+    std::memcpy(result.key.data(), p.past_key,
+                static_cast<std::size_t>(result.key.size() * bytes_of(p.cache_type)));
+    std::memcpy(result.value.data(), p.past_value,
+                static_cast<std::size_t>(result.value.size() * bytes_of(p.cache_type)));
+    p.past_key = result.key.data();
+    p.past_value = result.value.data();
+  }
+  p.present_key = result.key.data();
+  p.present_value = result.value.data();
+  p.output = result.output.data();
+  run(p);
+  return result;
+}
+
+void test_kernel(const FlashKernel& kernel, int cases) {
+  for (int seed = 0; seed < cases; ++seed) {
+    const Case c = make_case(static_cast<std::uint64_t>(seed));
+    const Result expected = run_case(c, attention_reference);
+    const std::int64_t num_workers = seed % 2 == 0 ? 1 : 7;
+    const Result actual = run_case(c, [&](const AttentionParams& p) {
+      const ParallelFor parallel_for{run_on_threads, nullptr, num_workers};
+      const std::size_t bytes = kernel.workspace_bytes(p, num_workers);
+      void* workspace = ::operator new(bytes, std::align_val_t(64));
+      std::memset(workspace, 0xFF, bytes);
+      kernel.run(p, workspace, parallel_for);
+      ::operator delete(workspace, std::align_val_t(64));
+    });
+    const std::string what = std::string(kernel.name) + ", " + c.text;
+    // Slots that are not used hold the same NaN bits (or the same past) on both sides.
+    const float cache_tolerance = tolerance_of(c.p.cache_type);
+    check_close(actual.key.data(), expected.key.data(), expected.key.size(), c.p.cache_type,
+                cache_tolerance, what + ", present_key");
+    check_close(actual.value.data(), expected.value.data(), expected.value.size(), c.p.cache_type,
+                cache_tolerance, what + ", present_value");
+    // The two may round a rotated key to different neighbours, and attend over different caches.
+    const float tolerance = tolerance_of(c.p.activation_type);
+    check_close(
+        actual.output.data(), expected.output.data(), expected.output.size(), c.p.activation_type,
+        c.p.rotary_dim > 0 ? std::max(tolerance, cache_tolerance) : tolerance, what + ", output");
+  }
+  std::printf("%s: %d cases agree with the reference\n", kernel.name, cases);
+}
+
+// Sixteen times the tokens, 256 times the scores: the same memory, because no kernel holds them.
+void test_workspace(const FlashKernel& kernel) {
+  AttentionParams p;
+  p.batch_size = 1;
+  p.num_heads = 8;
+  p.kv_num_heads = 2;
+  p.head_dim = 64;
+  p.value_head_dim = 64;
+  std::size_t bytes[2];
+  for (int i = 0; i < 2; ++i) {
+    p.sequence_length = i == 0 ? 4096 : 65536;
+    p.total_sequence_length = p.sequence_length;
+    bytes[i] = kernel.workspace_bytes(p, 2);
+  }
+  CHECK(bytes[0] == bytes[1], "%s: %zu bytes of workspace at 4096 tokens, %zu at 65536",
+        kernel.name, bytes[0], bytes[1]);
+}
+
+void test_conversions() {
+  // 1. Every 16-bit value survives the way to float32 and back; a NaN stays some NaN.
+  for (std::uint32_t bits = 0; bits < 65536; ++bits) {
+    const auto given = static_cast<std::uint16_t>(bits);
+    const float half = float16_to_float(given);
+    CHECK(std::isnan(half) ? std::isnan(float16_to_float(float_to_float16(half)))
+                           : float_to_float16(half) == given,
+          "float16 %04x", bits);
+    const float brain = bfloat16_to_float(given);
+    CHECK(std::isnan(brain) ? std::isnan(bfloat16_to_float(float_to_bfloat16(brain)))
+                            : float_to_bfloat16(brain) == given,
+          "bfloat16 %04x", bits);
+  }
+  // 2. Halfway between neighbours float32 rounds to the even one, and to the nearer elsewhere.
+  for (std::uint32_t bits = 0; bits < 0x7BFF; ++bits) {
+    const float low = float16_to_float(static_cast<std::uint16_t>(bits));
+    const float high = float16_to_float(static_cast<std::uint16_t>(bits + 1));
+    const float middle = (low + high) / 2;
+    CHECK(float_to_float16(middle) == bits + (bits & 1U), "halfway above %04x", bits);
+    CHECK(float_to_float16(std::nextafter(middle, low)) == bits, "just above %04x", bits);
+    CHECK(float_to_float16(std::nextafter(middle, high)) == bits + 1, "just below %04x", bits + 1);
+  }
+  CHECK(float_to_float16(65520.0F) == 0x7C00, "65520 rounds to infinity");
+  CHECK(float_to_float16(65519.0F) == 0x7BFF, "65519 rounds to 65504");
+  CHECK(float_to_bfloat16(1.00390625F) == 0x3F80, "halfway rounds to even");
+  CHECK(float_to_bfloat16(1.01171875F) == 0x3F82, "halfway rounds to even");
+  std::printf("16-bit conversions are exact\n");
+}
+
+}  // namespace
+}  // namespace kvconv::test
+
+int main(int argc, char** argv) {
+  const int cases = argc > 1 ? std::atoi(argv[1]) : 250;
+  kvconv::test::test_conversions();
+  for (const kvconv::FlashKernel& kernel : kvconv::flash_kernels()) {
+    kvconv::test::test_workspace(kernel);
+    kvconv::test::test_kernel(kernel, cases);
+  }
+  return 0;
+}
