@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvconv.errors import VerificationError
+from kvconv.errors import KvconvError, VerificationError
 from kvconv.manifest import Verification
-from kvconv.verify import compare_logits
+from kvconv.verify import Continuation, Reference, Verifier, compare_logits
 
 
 @pytest.fixture
@@ -66,3 +66,23 @@ def test_require_passed_raises_with_the_numbers(logits):
     assert caught.value.check == "chunked prefill"
     assert caught.value.max_abs == pytest.approx(1)
     assert caught.value.tolerance == 1e-3
+
+
+def test_reference_survives_the_way_to_the_process_that_checks(tmp_path, logits):
+    def some(rows):
+        return Continuation([5, 6, 7], logits[:rows])
+
+    reference = Reference(some(3), some(1), (some(2), some(4)), some(5), ("a sentence",))
+    reference.save(tmp_path / "reference.npz")
+    loaded = Reference.load(tmp_path / "reference.npz")
+    assert loaded.not_checked == ("a sentence",)
+    parts = [(r.prompt, r.decoded, r.reprompted, *r.rows) for r in (loaded, reference)]
+    for found, wanted in zip(*parts, strict=True):
+        assert found.input_ids == wanted.input_ids
+        np.testing.assert_array_equal(found.logits, wanted.logits)
+
+
+def test_failure_of_the_process_that_checks_is_told(tmp_path, logits):
+    one = Continuation([1], logits[:1])
+    with pytest.raises(KvconvError, match="There is no bundle at"):
+        Verifier().compare(tmp_path / "nowhere", Reference(one, one, (), one, ()))

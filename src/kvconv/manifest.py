@@ -238,7 +238,7 @@ def read_manifest(folder: Path) -> Manifest:
     if hashlib.sha256(unsigned).hexdigest() != checksum:
         raise _damaged("its checksum does not match its content")
     try:
-        manifest = _decode(Manifest, document, "manifest")
+        manifest = from_json(Manifest, document, "manifest")
     except (TypeError, ValueError) as error:
         raise _damaged(str(error)) from error
     return typing.cast(Manifest, manifest)
@@ -293,8 +293,18 @@ def _damaged(reason: str) -> BundleError:
     )
 
 
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """Turn parsed JSON into the type a hint names; `where` names the place for the error."""
+def from_json(hint: Any, value: Any, where: str) -> Any:
+    """Turn parsed JSON into the type that a hint names: these dataclasses, or what they hold.
+
+    Args:
+        hint: A dataclass, or a type hint of a field.
+        value: What `json.loads` gave for `dataclasses.asdict` of it.
+        where: Names the place in errors.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A key is missing or unknown, or a value is none of the allowed ones.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
@@ -303,10 +313,10 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         unknown, missing = value.keys() - hints.keys(), hints.keys() - value.keys()
         if unknown or missing:
             raise ValueError(f"{where} lacks {sorted(missing)} or has unknown {sorted(unknown)}")
-        fields = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in hints}
+        fields = {name: from_json(hints[name], value[name], f"{where}.{name}") for name in hints}
         return typing.cast(Any, hint)(**fields)
     if origin is types.UnionType:
-        return None if value is None else _decode(arguments[0], value, where)
+        return None if value is None else from_json(arguments[0], value, where)
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"{where} must be one of {list(arguments)}, found {value!r}")
@@ -314,11 +324,11 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{where} must be a list, found {value!r}")
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(from_json(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is collections.abc.Mapping:
         if not isinstance(value, dict):
             raise TypeError(f"{where} must be an object, found {value!r}")
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {key: from_json(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     wanted: tuple[type, ...] = (int, float) if hint is float else (hint,)
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
         raise TypeError(f"{where} must be {hint.__name__}, found {value!r}")

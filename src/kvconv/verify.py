@@ -1,7 +1,8 @@
 """Verification: the shipped runtime against PyTorch, on the same token ids.
 
-PyTorch goes first, while its model is in memory (`Verifier.reference`); the bundle is driven
-afterwards (`Verifier.compare`), so that never both models are held at once. The checks:
+PyTorch goes first, while its model is in memory (`Verifier.reference`). The bundle is driven
+afterwards (`Verifier.compare`), in a process of its own (`python -m kvconv.verify`): so both models
+are never held at once, and the runtime is checked without PyTorch beside it. The checks:
 
 1. whole prefill: the prompt in one run.
 2. chunked prefill: the same prompt in runs of odd sizes.
@@ -15,6 +16,10 @@ The prompt crosses sliding windows twice where they are at most MAX_CROSSED_WIND
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconv.converter.quiet import quiet
-from kvconv.manifest import CheckResult, Manifest, Verification, check_files
+from kvconv.errors import KvconvError
+from kvconv.manifest import CheckResult, Manifest, Verification, check_files, from_json
 from kvconv.runtime import Bundle, Session
 
 if TYPE_CHECKING:
@@ -89,6 +95,25 @@ class Reference:
     rows: tuple[Continuation, ...]
     reprompted: Continuation
     not_checked: tuple[str, ...]
+
+    def save(self, path: Path) -> None:
+        """Write an .npz file that `load` reads."""
+        arrays: dict[str, npt.NDArray[Any]] = {"not_checked": np.array(self.not_checked, np.str_)}
+        for index, part in enumerate((self.prompt, self.decoded, self.reprompted, *self.rows)):
+            arrays[f"{index}.input_ids"] = np.array(part.input_ids, np.int64)
+            arrays[f"{index}.logits"] = part.logits
+        np.savez(path, allow_pickle=False, **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Reference:
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as arrays:
+            prompt, decoded, reprompted, *rows = [
+                Continuation(arrays[f"{index}.input_ids"].tolist(), arrays[f"{index}.logits"])
+                for index in range(len(arrays.files) // 2)
+            ]
+            not_checked = tuple(arrays["not_checked"].tolist())
+        return cls(prompt, decoded, tuple(rows), reprompted, not_checked)
 
 
 class Verifier:
@@ -171,10 +196,17 @@ class Verifier:
         Returns:
             The result, `passed` or `failed`; see `Verification.require_passed`.
         """
-        bundle = Bundle.open(folder)
-        check_files(folder, bundle.manifest, hash_all=True)
-        session = Session(bundle, threads=self._threads)
-        return run_checks(session, bundle.manifest, reference)
+        with tempfile.TemporaryDirectory(prefix="kvconv-verify-") as scratch:
+            path = Path(scratch) / "reference.npz"
+            reference.save(path)
+            command = [sys.executable, "-m", "kvconv.verify", str(folder), str(path)]
+            command += [] if self._threads is None else [str(self._threads)]
+            child = subprocess.run(command, capture_output=True, text=True, check=False)
+        if child.returncode != 0:
+            lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+            raise KvconvError(f"The bundle could not be run for verification: {lines[-1]}")
+        result: Verification = from_json(Verification, json.loads(child.stdout), "verification")
+        return result
 
 
 def run_checks(session: Session, manifest: Manifest, reference: Reference) -> Verification:
@@ -359,3 +391,19 @@ def _without_last(sequence: Continuation, tokens: int) -> Continuation:
     """Return what `_greedy` gives for so many tokens less."""
     end = len(sequence.input_ids) - tokens
     return Continuation(sequence.input_ids[:end], sequence.logits[: len(sequence.logits) - tokens])
+
+
+def _main(folder: Path, reference: Path, threads: int | None) -> None:
+    """Run the checks and print the result as JSON: the process behind `Verifier.compare`."""
+    bundle = Bundle.open(folder)
+    check_files(folder, bundle.manifest, hash_all=True)
+    session = Session(bundle, threads=threads)
+    result = run_checks(session, bundle.manifest, Reference.load(reference))
+    sys.stdout.write(json.dumps(dataclasses.asdict(result)))
+
+
+if __name__ == "__main__":
+    try:
+        _main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
+    except KvconvError as error:
+        sys.exit(str(error))
