@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvconv.converter import hub
 from kvconv.converter.gguf_reading import metadata, read_once
+from kvconv.converter.memory import release_memory
 from kvconv.converter.quiet import quiet
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
 from kvconv.manifest import Source
@@ -98,7 +99,6 @@ def load_model(
         if checkpoint.source.kind == "hub":
             hub.fetch_weights(model, checkpoint.source.revision, cache_dir)
         with quiet(), _damaged_files(model):
-            tokenizer = _load_tokenizer(checkpoint, arguments)
             decoder, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 config=config,
@@ -106,6 +106,9 @@ def load_model(
                 output_loading_info=True,
                 **arguments,
             )
+            # After the weights: reading them takes most memory, and a tokenizer is not small.
+            release_memory()
+            tokenizer = _load_tokenizer(checkpoint, arguments)
     _check_complete(model, report)
     if checkpoint.gguf_file is not None:
         # The weights are plain floats now; what still says otherwise would forbid saving.

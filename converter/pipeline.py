@@ -5,10 +5,7 @@ the other through the file, so memory holds about one copy of them at any time. 
 imported where a stage needs them: a refusal of the output path must not wait for PyTorch.
 """
 
-import ctypes
 import dataclasses
-import gc
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconv import names
 from kvconv.converter import bundle
+from kvconv.converter.memory import peak_memory_mb, release_memory
 from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
 from kvconv.errors import ExportError
 from kvconv.manifest import CacheLayer, Manifest, Source
@@ -57,7 +55,7 @@ def export(
     stages = _Stages(progress)
     with bundle.new_bundle(Path(output), overwrite=options.overwrite) as folder:
         traced = _trace(model, options, verifier, folder, stages)
-        _release_memory()
+        release_memory()
         with stages("rewrite"):
             report = _rewrite(folder, options)
         with stages("finish"):
@@ -75,7 +73,7 @@ def export(
         refusals=tuple(str(refusal) for refusal in report.refusals),
         seconds=stages.seconds,
         verification=verification,
-        peak_memory_mb=_peak_memory_mb(),
+        peak_memory_mb=peak_memory_mb(),
         size_bytes=size_bytes,
     )
 
@@ -133,16 +131,17 @@ def _trace(
         max_sequence_length = _max_sequence_length(spec, options.max_sequence_length)
         weights = {id(weight): weight for weight in loaded.model.parameters()}
         bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
-        _release_memory()  # what reading the checkpoint took
+        release_memory()  # what reading the checkpoint took
     reference = None
     if verifier is not None:
         with stages("reference"), quiet():
             reference = verifier.reference(loaded.model, loaded.tokenizer)
-            _release_memory()
+            release_memory()
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
         simplify(graph)
+        release_memory()
     with stages("write weights"):
         save(graph, folder)
         _save_configs(loaded.model, loaded.tokenizer, folder)
@@ -249,25 +248,3 @@ def _cache_layers(spec: "DecoderSpec", windows: tuple[int | None, ...]) -> tuple
         )
         for shape, window in zip(spec.cache_shapes, windows, strict=True)
     )
-
-
-def _release_memory() -> None:
-    """Give freed memory back to the system, for the next stage to use."""
-    gc.collect()  # cycles keep weights and file buffers alive
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; it keeps freed pages
-        if trim is not None:
-            trim(0)
-
-
-def _peak_memory_mb() -> float | None:
-    """Return the largest resident memory so far of this process, or of a child if that is more."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return None
-    peak = max(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return peak / (1024**2 if sys.platform == "darwin" else 1024)  # bytes there, KiB elsewhere

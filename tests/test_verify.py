@@ -5,7 +5,7 @@ import pytest
 
 from kvconv.errors import KvconvError, VerificationError
 from kvconv.manifest import Verification
-from kvconv.verify import Continuation, Reference, Verifier, compare_logits
+from kvconv.verify import Continuation, Reference, StoredReference, Verifier, compare_logits
 
 
 @pytest.fixture
@@ -68,13 +68,13 @@ def test_require_passed_raises_with_the_numbers(logits):
     assert caught.value.tolerance == 1e-3
 
 
-def test_reference_survives_the_way_to_the_process_that_checks(tmp_path, logits):
+def test_reference_survives_the_way_to_the_process_that_checks(logits):
     def some(rows):
         return Continuation([5, 6, 7], logits[:rows])
 
     reference = Reference(some(3), some(1), (some(2), some(4)), some(5), ("a sentence",))
-    reference.save(tmp_path / "reference.npz")
-    loaded = Reference.load(tmp_path / "reference.npz")
+    stored = StoredReference(reference)
+    loaded = Reference.load(stored.path)
     assert loaded.not_checked == ("a sentence",)
     parts = [(r.prompt, r.decoded, r.reprompted, *r.rows) for r in (loaded, reference)]
     for found, wanted in zip(*parts, strict=True):
@@ -85,4 +85,4 @@ def test_reference_survives_the_way_to_the_process_that_checks(tmp_path, logits)
 def test_failure_of_the_process_that_checks_is_told(tmp_path, logits):
     one = Continuation([1], logits[:1])
     with pytest.raises(KvconvError, match="There is no bundle at"):
-        Verifier().compare(tmp_path / "nowhere", Reference(one, one, (), one, ()))
+        Verifier().compare(tmp_path / "nowhere", StoredReference(Reference(one, one, (), one, ())))

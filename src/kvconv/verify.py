@@ -31,10 +31,11 @@ import numpy.typing as npt
 from kvconv.converter.quiet import quiet
 from kvconv.errors import KvconvError
 from kvconv.manifest import CheckResult, Manifest, Verification, check_files, from_json
-from kvconv.runtime import Bundle, Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvconv.runtime import KVCache, Session
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -51,8 +52,8 @@ DECODE_STEPS = 16
 BATCH_DECODE_STEPS = 4
 PROMPT_TOKENS = 128
 MAX_CROSSED_WINDOW = 1024
-MAX_LOGITS = 2**23
-"""Logits kept per check, rows x vocab_size: 32 MB in float32."""
+MAX_LOGITS = 2**22
+"""Logits kept per check, rows x vocab_size: 16 MB in float32."""
 _CHUNKS = (1, 3, 17, 64, 31, 128, 257)
 _TEXT = (
     "The harbour was quiet before dawn. Two fishermen mended a net of 1,204 knots while the tide "
@@ -116,6 +117,15 @@ class Reference:
         return cls(prompt, decoded, tuple(rows), reprompted, not_checked)
 
 
+class StoredReference:
+    """A reference on disk, for the process that checks; removed with this object."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvconv-verify-")
+        self.path = Path(self._folder.name) / "reference.npz"
+        reference.save(self.path)
+
+
 class Verifier:
     """Runs the checks; the converter calls it between tracing and the final rename."""
 
@@ -140,7 +150,7 @@ class Verifier:
 
     def reference(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-    ) -> Reference:
+    ) -> StoredReference:
         """Run PyTorch on every sequence of the checks; takes some seconds.
 
         Args:
@@ -156,7 +166,7 @@ class Verifier:
 
         decoded = _greedy(model, prompt, steps)
         rows = [_greedy(model, prompt[-n:], batch_steps) for n in (length // 3 + 1, min(5, length))]
-        return Reference(
+        reference = Reference(
             prompt=_forward(model, prompt, kept),
             decoded=Continuation(decoded.input_ids, decoded.logits[1:]),
             rows=(_without_last(decoded, steps - batch_steps), *rows),
@@ -165,6 +175,7 @@ class Verifier:
             ),
             not_checked=not_checked,
         )
+        return StoredReference(reference)
 
     def _lengths(self, config: Any) -> tuple[int, int, tuple[str, ...]]:
         """Return the prompt's length, the decode steps, and what the prompt does not reach."""
@@ -191,17 +202,14 @@ class Verifier:
 
         Args:
             folder: A complete bundle.
-            reference: What `reference` returned for the same model.
+            reference: The `StoredReference` that `reference` returned for the same model.
 
         Returns:
             The result, `passed` or `failed`; see `Verification.require_passed`.
         """
-        with tempfile.TemporaryDirectory(prefix="kvconv-verify-") as scratch:
-            path = Path(scratch) / "reference.npz"
-            reference.save(path)
-            command = [sys.executable, "-m", "kvconv.verify", str(folder), str(path)]
-            command += [] if self._threads is None else [str(self._threads)]
-            child = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "kvconv.verify", str(folder), str(reference.path)]
+        command += [] if self._threads is None else [str(self._threads)]
+        child = subprocess.run(command, capture_output=True, text=True, check=False)
         if child.returncode != 0:
             lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
             raise KvconvError(f"The bundle could not be run for verification: {lines[-1]}")
@@ -300,7 +308,7 @@ def _log_softmax(row: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return result
 
 
-def _chunked(session: Session, cache: Any, prompt: list[int], kept: int) -> FloatArray:
+def _chunked(session: Session, cache: KVCache, prompt: list[int], kept: int) -> FloatArray:
     """Prefill in runs of odd sizes; return the logits of the last `kept` positions."""
     pieces, position, turn = [], 0, 0
     while position < len(prompt):
@@ -395,6 +403,8 @@ def _without_last(sequence: Continuation, tokens: int) -> Continuation:
 
 def _main(folder: Path, reference: Path, threads: int | None) -> None:
     """Run the checks and print the result as JSON: the process behind `Verifier.compare`."""
+    from kvconv.runtime import Bundle, Session
+
     bundle = Bundle.open(folder)
     check_files(folder, bundle.manifest, hash_all=True)
     session = Session(bundle, threads=threads)
