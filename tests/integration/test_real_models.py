@@ -184,3 +184,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     return float(result.stdout)
+
+
+def test_python_example_of_the_readme_prints_what_it_says(export, capsys):
+    readme = (ROOT / "README.md").read_text()
+    code = readme.partition("```python\n")[2].partition("```")[0]
+    assert '"demo/smollm2"' in code
+    exec(compile(code.replace('"demo/smollm2"', repr(str(export("smollm2")))), "README", "exec"))
+    assert capsys.readouterr().out.strip() == "The capital of France is Paris."
+    assert "```\nThe capital of France is Paris.\n```" in readme
