@@ -1,4 +1,4 @@
-"""This process's memory: giving it back to the system, and how much it was at most."""
+"""Gives this process's freed memory back to the system."""
 
 import ctypes
 import gc
@@ -12,18 +12,3 @@ def release_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-
-def peak_memory_mb() -> float | None:
-    """Return the largest resident memory so far of this process, or of one that it started.
-
-    Returns:
-        MiB; None on systems that do not say.
-    """
-    try:
-        import resource
-    except ImportError:
-        return None
-    whom = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    peak = max(resource.getrusage(who).ru_maxrss for who in whom)
-    return peak / (1024**2 if sys.platform == "darwin" else 1024)  # bytes there, KiB elsewhere

@@ -45,8 +45,8 @@ class ExportReport:
         refusals: Sentences saying what a rule left alone, and why.
         seconds: Stage name -> seconds, in order.
         verification: Result of the comparison with PyTorch.
-        peak_memory_mb: Largest resident memory so far of this process, or of the one that verifies;
-            None where unknown.
+        peak_memory_mb: Largest resident memory so far of this process, or of the one that verifies,
+            in 10^6 bytes; None where unknown.
         size_bytes: All files of the bundle.
     """
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvconv import names
 from kvconv.converter import bundle
-from kvconv.converter.memory import peak_memory_mb, release_memory
+from kvconv.converter.memory import release_memory
 from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
 from kvconv.errors import ExportError
 from kvconv.manifest import CacheLayer, Manifest, Source
+from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,9 @@ def export(
         refusals=tuple(str(refusal) for refusal in report.refusals),
         seconds=stages.seconds,
         verification=verification,
-        peak_memory_mb=peak_memory_mb(),
+        peak_memory_mb=max(
+            (peak for peak in (peak_rss_mb(), peak_rss_of_children_mb()) if peak), default=None
+        ),
         size_bytes=size_bytes,
     )
 

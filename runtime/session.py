@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from kvconv import names, plan
+from kvconv import memory, names, plan
 from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
 from kvconv.manifest import Manifest
 from kvconv.runtime.bundle import Bundle
@@ -108,7 +108,7 @@ class Session:
             batch_size=batch_size,
             max_sequence_length=max_sequence_length,
         )
-        there_is = plan.physical_memory_bytes()
+        there_is = memory.physical_memory_bytes()
         if there_is is not None and needed > there_is:
             raise MemoryError(
                 f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "

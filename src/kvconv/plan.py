@@ -3,7 +3,6 @@
 The same figures serve `inspect`, `run --stats` and the runtime before it allocates.
 """
 
-import os
 from collections.abc import Sequence
 
 from kvconv.manifest import CacheLayer
@@ -27,11 +26,3 @@ def kv_cache_bytes(
         width = layer.num_key_value_heads * (layer.key_head_dim + layer.value_head_dim)
         total += batch_size * tokens * width * BYTES_PER_ELEMENT[layer.dtype]
     return total
-
-
-def physical_memory_bytes() -> int | None:
-    """Return the memory this machine has; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None

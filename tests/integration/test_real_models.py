@@ -173,12 +173,13 @@ def _run_concat(bundle, ids, mask, library):
 
 def _prefill_peak_mb(bundle, length, keep):
     code = f"""
-import numpy as np, resource
+import numpy as np
+from kvconv.memory import peak_rss_mb
 from kvconv.runtime import Bundle, Session
 session = Session(Bundle.open({str(bundle)!r}), threads=2)
 ids = np.random.default_rng(0).integers(100, 40000, (1, {length}))
 session.run(session.new_cache(1, {length}), ids, num_logits_to_keep={keep})
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(peak_rss_mb())
 """
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from kvconv import custom_ops, names, plan
+from kvconv import custom_ops, memory, names, plan
 from kvconv.errors import (
     BundleError,
     CacheFullError,
@@ -182,9 +182,9 @@ def test_cache_larger_than_the_memory_is_refused_with_both_figures(session, monk
     needed = plan.kv_cache_bytes(
         session.manifest.cache_layers, batch_size=2, max_sequence_length=32
     )
-    monkeypatch.setattr(plan, "physical_memory_bytes", lambda: needed)
+    monkeypatch.setattr(memory, "physical_memory_bytes", lambda: needed)
     session.new_cache(2, 32)
-    monkeypatch.setattr(plan, "physical_memory_bytes", lambda: needed - 1)
+    monkeypatch.setattr(memory, "physical_memory_bytes", lambda: needed - 1)
     with pytest.raises(MemoryError, match="--max-sequence-length"):
         session.new_cache(2, 32)
 

@@ -12,6 +12,7 @@ import click
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
 from kvconv.errors import PromptError
+from kvconv.memory import peak_rss_mb
 
 if TYPE_CHECKING:
     from kvconv.runtime import Generator, SamplingParams
@@ -227,7 +228,7 @@ def _generate(
             seconds=ended - started,
             tokens_per_s=len(token_ids) / (ended - started),
             kv_cache_bytes=cache.nbytes,
-            peak_rss_mb=_peak_rss_mb(),
+            peak_rss_mb=peak_rss_mb(),
         ),
         prefill_tokens_per_s=len(prompt_ids) / (first - started),
         decode_tokens_per_s=(len(token_ids) - 1) / (ended - first) if len(token_ids) > 1 else 0.0,
@@ -274,12 +275,3 @@ def _show(text: str) -> None:
 
 def _ignore(text: str) -> None:
     """Show nothing: the JSON line has the text."""
-
-
-def _peak_rss_mb() -> float | None:
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
