@@ -2,8 +2,8 @@
 
 transformers parses the file anew for the config, the tokenizer and the weights, gguf-py wraps each
 vocabulary entry in a memory map object of its own, and a tensor's name map is built for every
-module: on a small model that takes longer than the weights. Inside `read_once` the same public
-functions of gguf-py are remembered, and dequantised in slices; their results do not change.
+module: on a small model that takes longer than the weights. Inside `fast_reading`
+the same public functions remember and work in slices; their results do not change.
 """
 
 import contextlib
@@ -20,10 +20,15 @@ _SLICE_BYTES = 16 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def read_once() -> Iterator[None]:
-    """Replace gguf-py's slow functions for as long as the block runs."""
+def fast_reading(*, remember: bool) -> Iterator[None]:
+    """Replace gguf-py's slow functions for as long as the block runs.
+
+    Args:
+        remember: Keep what was read of a file for its next reader in the block. A large
+            vocabulary then stays in memory beside everything that is made of it.
+    """
     replacements = {
-        "GGUFReader": functools.cache(_PlainReader),
+        "GGUFReader": functools.cache(_PlainReader) if remember else _PlainReader,
         "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map),
         "dequantize": functools.partial(_dequantize, gguf.dequantize),
     }

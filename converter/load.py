@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvconv.converter import hub
-from kvconv.converter.gguf_reading import metadata, read_once
+from kvconv.converter.gguf_reading import fast_reading, metadata
 from kvconv.converter.memory import release_memory
 from kvconv.converter.quiet import quiet
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
@@ -90,7 +90,7 @@ def load_model(
         ModelNotFoundError: There is no such model, or its files are incomplete or damaged.
         UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
     """
-    with read_once():
+    with fast_reading(remember=True):
         checkpoint = _find(model, revision, cache_dir)
         arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
         with quiet(), _damaged_files(model):
@@ -106,10 +106,12 @@ def load_model(
                 output_loading_info=True,
                 **arguments,
             )
-            # After the weights: reading them takes most memory, and a tokenizer is not small.
-            release_memory()
-            tokenizer = _load_tokenizer(checkpoint, arguments)
     _check_complete(model, report)
+    # After the weights, whose reading takes most memory, and without what it remembered: making a
+    # tokenizer of a large vocabulary takes almost as much.
+    release_memory()
+    with fast_reading(remember=False), quiet(), _damaged_files(model):
+        tokenizer = _load_tokenizer(checkpoint, arguments)
     if checkpoint.gguf_file is not None:
         # The weights are plain floats now; what still says otherwise would forbid saving.
         decoder.hf_quantizer = None

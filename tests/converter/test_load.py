@@ -130,7 +130,7 @@ def test_dequantising_in_slices_changes_nothing(monkeypatch):
     array = np.random.default_rng(1).normal(size=(37, 64)).astype(np.float32)
     quantised = gguf.quantize(array, gguf.GGMLQuantizationType.Q4_1)
     expected = gguf.dequantize(quantised, gguf.GGMLQuantizationType.Q4_1)
-    with gguf_reading.read_once():
+    with gguf_reading.fast_reading(remember=True):
         found = gguf.dequantize(quantised, gguf.GGMLQuantizationType.Q4_1)
     np.testing.assert_array_equal(found, expected)
     assert not isinstance(gguf.GGUFReader, type(gguf.dequantize))
