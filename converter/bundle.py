@@ -37,10 +37,10 @@ def new_bundle(output: Path, *, overwrite: bool) -> Iterator[Path]:
             written. Raised before the block runs.
     """
     output = output.resolve()
-    _check_replaceable(output, overwrite=overwrite)
     made_parents = _make_parents(output)
     try:
         _clean_leftovers(output)
+        _check_replaceable(output, overwrite=overwrite)
         partial = _sibling(output, "partial")
         try:
             partial.mkdir()

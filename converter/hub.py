@@ -25,7 +25,7 @@ CONFIG_FILE = "config.json"
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md")
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def is_hub_id(model: str) -> bool:

@@ -226,6 +226,13 @@ def _damaged_files(model: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error)
+        if "DefaultCPUAllocator" in text:  # PyTorch has no exception of its own for it
+            raise MemoryError(root_cause(error)) from error
+        if "weights_only" in text:
+            raise UnsupportedModelError(
+                f"The weights of {model} are a Python pickle that holds more than tensors; loading "
+                f"it could run code. Give a model with safetensors."
+            ) from error
         if "trust_remote_code" in text:
             raise UnsupportedModelError(
                 f"{model} comes with Python code of its own. Read that code, and if you trust it "

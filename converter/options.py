@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from kvconv.manifest import AttentionFlavour, Verification
+from kvconv.manifest import ActivationDtype, AttentionFlavour, Verification
 
 DEFAULT_OPSET = 23
 
@@ -25,7 +25,7 @@ class ExportOptions:
         overwrite: Whether a bundle at the output may be replaced.
     """
 
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: ActivationDtype = "float32"
     attention: AttentionFlavour = "flash"
     max_sequence_length: int | None = None
     opset: int = DEFAULT_OPSET

@@ -17,7 +17,7 @@ from kvconv.converter import bundle
 from kvconv.converter.memory import release_memory
 from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
 from kvconv.errors import ExportError
-from kvconv.manifest import CacheLayer, Manifest, Source
+from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Source
 from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
 
 if TYPE_CHECKING:
@@ -221,8 +221,8 @@ def _finish(
         architecture=spec.architecture,
         model_type=spec.model_type,
         attention=options.attention,
-        dtype=spec.dtype,
-        weights_dtype=spec.dtype,
+        dtype=options.dtype,
+        weights_dtype=options.dtype,
         opset=options.opset,
         op_version=names.OP_VERSION if options.attention == "flash" else None,
         vocab_size=spec.vocab_size,
@@ -230,7 +230,7 @@ def _finish(
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         pad_token_id=spec.pad_token_id,
-        cache_layers=_cache_layers(spec, report.windows),
+        cache_layers=_cache_layers(spec, options.dtype, report.windows),
         inputs=tuple(value.name for value in graph.input),
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
@@ -240,13 +240,15 @@ def _finish(
     return manifest
 
 
-def _cache_layers(spec: "DecoderSpec", windows: tuple[int | None, ...]) -> tuple[CacheLayer, ...]:
+def _cache_layers(
+    spec: "DecoderSpec", dtype: ActivationDtype, windows: tuple[int | None, ...]
+) -> tuple[CacheLayer, ...]:
     return tuple(
         CacheLayer(
             num_key_value_heads=shape.num_key_value_heads,
             key_head_dim=shape.key_head_dim,
             value_head_dim=shape.value_head_dim,
-            dtype=spec.dtype,
+            dtype=dtype,
             window_size=window,
         )
         for shape, window in zip(spec.cache_shapes, windows, strict=True)

@@ -21,9 +21,6 @@ from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
 from kvconv.converter.quiet import quiet
 from kvconv.errors import ExportError, UnsupportedModelError, root_cause
 
-OPSETS = range(18, 24)
-"""Versions of the default ONNX domain that tracing can write."""
-
 # Traced at sizes that no model fixes by accident and that differ from one another.
 _BATCH, _SEQUENCE, _PAST = 2, 3, 5
 
@@ -37,7 +34,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
     Args:
         model: In eval mode, on the CPU. Its attention implementation is replaced during the call.
         spec: Facts about the same model.
-        opset: Version of the default ONNX domain, in `OPSETS`.
+        opset: Version of the default ONNX domain, 18 to 23.
 
     Returns:
         A model whose initializers share memory with the PyTorch weights.

@@ -22,6 +22,17 @@ from kvconv.runtime.bundle import Bundle
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
+# A template is a program of somebody else: whatever it trips over is its statement.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 Message = Mapping[str, Any]
 """At least `role` and `content`."""
 
@@ -87,7 +98,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise PromptError(
                 f"The bundle's chat template refuses this conversation: {error}. Change the "
                 f"messages, or pass plain text."

@@ -63,6 +63,10 @@ def register_library(
     """
     op_version = bundle.manifest.op_version
     if op_version is None:
+        if use_bundle_library:
+            raise LibraryError(
+                f"The bundle {bundle.path} needs no op library. Leave out --use-bundle-library."
+            )
         return
     if not use_bundle_library:
         if op_version > names.OP_VERSION:

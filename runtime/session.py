@@ -148,7 +148,7 @@ class Session:
         Raises:
             CacheFullError: The tokens do not fit; nothing is written and nothing has run.
         """
-        ids = np.ascontiguousarray(input_ids, np.int64)
+        ids = _int64("input_ids", input_ids)
         if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
             raise ValueError(f"input_ids is {ids.shape}; it must be [{cache.batch_size}, >= 1]")
         if ids.min() < 0:
@@ -160,7 +160,7 @@ class Session:
         total = cache.length + sequence_length
         mask = _array(
             "attention_mask",
-            np.ones((batch_size, total)) if attention_mask is None else attention_mask,
+            np.ones((batch_size, total), np.int64) if attention_mask is None else attention_mask,
             (batch_size, total),
         )
         kept = min(num_logits_to_keep or sequence_length, sequence_length)
@@ -228,8 +228,15 @@ def check_max_sequence_length(manifest: Manifest, max_sequence_length: int) -> N
         )
 
 
+def _int64(name: str, value: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    array = np.asarray(value)
+    if array.size > 0 and array.dtype.kind not in "iub":
+        raise TypeError(f"{name} is {array.dtype}; it must hold integers")
+    return np.ascontiguousarray(array, np.int64)
+
+
 def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    array = np.ascontiguousarray(value, np.int64)
+    array = _int64(name, value)
     if array.shape != shape:
         raise ValueError(f"{name} is {array.shape}; it must be {shape}")
     return array

@@ -81,7 +81,8 @@ def test_newer_format_says_upgrade(bundle):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": 3}, "manifest.dtype must be str, found 3"),
+        ({"dtype": "int8"}, "manifest.dtype must be one of"),
+        ({"architecture": 3}, "manifest.architecture must be str, found 3"),
         ({"opset": "23"}, "manifest.opset must be int, found '23'"),
         ({"attention": "magic"}, "must be one of"),
         ({"cache_layers": {}}, "manifest.cache_layers must be a list"),

@@ -24,6 +24,8 @@ HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
 AttentionFlavour = Literal["flash", "standard"]
+ActivationDtype = Literal["float32", "float16"]
+CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]
 _CHECKSUM_KEY = "manifest_sha256"
 _NO_CHECKSUM = "0" * 64
@@ -54,7 +56,7 @@ class CacheLayer:
         num_key_value_heads: Heads stored.
         key_head_dim: Width of a key head.
         value_head_dim: Width of a value head.
-        dtype: Type of the stored elements: float32, float16 or bfloat16.
+        dtype: Type of the stored elements.
         window_size: Tokens a query sees, itself included; None for all.
         cache_mode: `auto` (shared buffer or concat), or `ring` with `capacity` slots.
         capacity: Slots of a ring; None where the caller chooses.
@@ -63,7 +65,7 @@ class CacheLayer:
     num_key_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    dtype: str
+    dtype: CacheDtype
     window_size: int | None = None
     cache_mode: CacheMode = "auto"
     capacity: int | None = None
@@ -145,7 +147,7 @@ class Manifest:
         architecture: Hugging Face class name, for example `LlamaForCausalLM`.
         model_type: Hugging Face model type, for example `llama`.
         attention: Flavour of the attention nodes.
-        dtype: Type of the activations, `float32` or `float16`.
+        dtype: Type of the activations.
         weights_dtype: Type of the stored weights.
         opset: Version of the default ONNX domain.
         op_version: Version of the kvconv operator domain; None when the graph uses none.
@@ -168,8 +170,8 @@ class Manifest:
     architecture: str
     model_type: str
     attention: AttentionFlavour
-    dtype: str
-    weights_dtype: str
+    dtype: ActivationDtype
+    weights_dtype: ActivationDtype
     opset: int
     op_version: int | None
     vocab_size: int
@@ -241,6 +243,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = from_json(Manifest, document, "manifest")
     except (TypeError, ValueError) as error:
         raise _damaged(str(error)) from error
+    for name in manifest.files:
+        # A bundle is flat; anything else could reach outside the folder.
+        if name in ("", ".", "..") or any(character in name for character in "/\\:"):
+            raise _damaged(f"it lists {name!r}, which is not a plain file name")
     return typing.cast(Manifest, manifest)
 
 

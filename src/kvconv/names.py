@@ -1,7 +1,6 @@
 """Graph names, file names and operator names, spelled once.
 
-The graph names are the ecosystem's (optimum and onnxruntime-genai use the same), so a bundle is a
-drop-in for both.
+The graph names are the ecosystem's: optimum and onnxruntime-genai use the same.
 """
 
 INPUT_IDS = "input_ids"

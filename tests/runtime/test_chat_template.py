@@ -180,3 +180,18 @@ def test_bos_of_the_template_is_not_added_twice(tmp_path):
     generator = Generator.open(write_bundle(tmp_path / "bundle"), threads=1)
     assert generator.encode("x", chat_template=True).count(BOS) == 1
     assert generator.encode("x").count(BOS) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages[7].content.x }}",
+        "{% macro again(n) %}{{ again(n) }}{% endmacro %}{{ again(1) }}",
+        "{{ messages | first | nothing }}",
+    ],
+    ids=["division", "index", "recursion", "filter"],
+)
+def test_whatever_a_template_trips_over_is_a_prompt_error(source):
+    with pytest.raises(PromptError):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "Hi"}])

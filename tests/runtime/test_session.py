@@ -337,3 +337,10 @@ def test_ring_cache_is_refused_by_name(bundle_folder):
     dataclasses.replace(manifest, cache_layers=(ring,)).write(bundle_folder)
     with pytest.raises(BundleError, match="ring"):
         Session(Bundle.open(bundle_folder))
+
+
+def test_ids_that_are_no_integers_are_refused_not_cut(session):
+    cache = session.new_cache(1, 4)
+    with pytest.raises(TypeError, match="input_ids is float64; it must hold integers"):
+        session.run(cache, np.array([[1.7]]))
+    assert cache.length == 0

@@ -56,7 +56,6 @@ struct Entry<slot_, Result(Arguments...)> {
 };
 
 inline constexpr Entry<0, Status*(ErrorCode, const char*)> create_status;
-inline constexpr Entry<2, const char*(const Status*)> get_error_message;
 inline constexpr Entry<26, Status*(const char*, CustomOpDomain**)> create_custom_op_domain;
 inline constexpr Entry<27, Status*(CustomOpDomain*, const struct CustomOp*)> custom_op_domain_add;
 inline constexpr Entry<28, Status*(SessionOptions*, CustomOpDomain*)> add_custom_op_domain;
@@ -70,14 +69,12 @@ inline constexpr Entry<86, Status*(const KernelInfo*, const char*, std::int64_t*
     get_attribute_int64;
 inline constexpr Entry<87, Status*(const KernelInfo*, const char*, char*, std::size_t*)>
     get_attribute_string;
-inline constexpr Entry<89, Status*(const KernelContext*, std::size_t*)> get_output_count;
 inline constexpr Entry<90, Status*(const KernelContext*, std::size_t, const Value**)> get_input;
 inline constexpr Entry<91, Status*(KernelContext*, std::size_t, const std::int64_t*, std::size_t,
                                    Value**)>
     get_output;
 inline constexpr Entry<93, void(Status*)> release_status;
 inline constexpr Entry<99, void(TensorInfo*)> release_tensor_info;
-inline constexpr Entry<101, void(CustomOpDomain*)> release_custom_op_domain;
 inline constexpr Entry<274, Status*(const KernelContext*, void (*)(void*, std::size_t), std::size_t,
                                     std::size_t, void*)>
     parallel_for;

@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import importlib.metadata
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +51,8 @@ def needs_extra(extra: str) -> Iterator[None]:
         extra: The extra of kvconv that brings what the block imports.
 
     Raises:
-        MissingDependencyError: A third-party package is not installed.
+        MissingDependencyError: A package of one of kvconv's extras is not installed.
+        KvconvError: Another one is not installed: what a model's own code imports.
     """
     try:
         yield
@@ -57,7 +60,23 @@ def needs_extra(extra: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "kvconv"):
             raise
-        raise MissingDependencyError(package=package, extra=extra) from error
+        if package.replace("_", "-") in {name for names in extras().values() for name in names}:
+            raise MissingDependencyError(package=package, extra=extra) from error
+        raise KvconvError(
+            f"The package {package!r} is not installed, and the model's own code needs it. "
+            f"Install it with: pip install {package}"
+        ) from error
+
+
+def extras() -> dict[str, tuple[str, ...]]:
+    """Return the packages that each extra of kvconv brings, as the installation says."""
+    found: dict[str, tuple[str, ...]] = {}
+    for requirement in importlib.metadata.requires("kvconv") or ():
+        extra = re.search(r"""extra == ['"](\w+)['"]""", requirement)
+        package = re.match(r"[\w.-]+", requirement)
+        if extra and package:
+            found[extra[1]] = (*found.get(extra[1], ()), package[0])
+    return found
 
 
 def print_json(value: Any) -> None:

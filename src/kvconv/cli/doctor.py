@@ -9,14 +9,11 @@ from typing import Any
 import click
 
 from kvconv import __version__
-from kvconv.cli.common import Command, print_json
+from kvconv.cli.common import Command, extras, print_json
 from kvconv.errors import LibraryError
 from kvconv.names import OP_DOMAIN, OP_VERSION
 
-EXTRAS = {
-    "cpu": ("numpy", "onnxruntime", "tokenizers", "jinja2"),
-    "export": ("torch", "transformers", "onnx", "onnxscript", "onnx-graphsurgeon", "gguf"),
-}
+_USED_FOR = {"cpu": "run", "export": "export"}
 
 
 @click.command(cls=Command)
@@ -45,9 +42,9 @@ def command(as_json: bool) -> None:
 
 def diagnose() -> dict[str, Any]:
     """Gather what `doctor` prints; loads onnxruntime and registers the op library once."""
-    packages = {
-        name: _version(name) for names in EXTRAS.values() for name in names
-    } | {"onnxruntime-gpu": _version("onnxruntime-gpu")}  # fmt: skip
+    wanted = {extra: extras()[extra] for extra in _USED_FOR}
+    names = {name for needed in wanted.values() for name in needed} | {"onnxruntime-gpu"}
+    packages = {name: _version(name) for name in sorted(names)}
     problems = []
     if packages["onnxruntime"] and packages["onnxruntime-gpu"]:
         problems.append(
@@ -55,16 +52,26 @@ def diagnose() -> dict[str, Any]:
             "Uninstall both, then install the one you want."
         )
     has_runtime = bool(packages["onnxruntime"] or packages["onnxruntime-gpu"])
-    for extra, names in EXTRAS.items():
+    for extra, needed in wanted.items():
         missing = [
-            name for name in names
+            name
+            for name in needed
             if not packages[name] and not (name == "onnxruntime" and has_runtime)
-        ]  # fmt: skip
+        ]
         if missing:
             problems.append(
-                f"{', '.join(missing)} not installed, needed to "
-                f'{"run" if extra == "cpu" else "export"}: pip install "kvconv[{extra}]"'
+                f"{', '.join(missing)} not installed, needed to {_USED_FOR[extra]}: "
+                f'pip install "kvconv[{extra}]"'
             )
+    providers: list[str] = []
+    if has_runtime:
+        try:
+            import onnxruntime
+
+            providers = onnxruntime.get_available_providers()
+        except (ImportError, AttributeError) as error:
+            has_runtime = False
+            problems.append(f"onnxruntime is installed but broken ({error}): install it again")
     library, library_problem = _op_library(has_runtime)
     if library_problem:
         problems.append(library_problem)
@@ -77,7 +84,7 @@ def diagnose() -> dict[str, Any]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "packages": packages,
-        "providers": _providers() if has_runtime else [],
+        "providers": providers,
         "op_library": str(library) if library else None,
         "problems": problems,
     }
@@ -99,12 +106,6 @@ def _op_library(has_runtime: bool) -> tuple[Path | None, str | None]:
         except LibraryError as error:
             return library, str(error)
     return library, None
-
-
-def _providers() -> list[str]:
-    import onnxruntime
-
-    return list(onnxruntime.get_available_providers())
 
 
 def _version(package: str) -> str | None:

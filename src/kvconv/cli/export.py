@@ -2,18 +2,33 @@
 
 import dataclasses
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
 from kvconv.cli.verify import describe
 
 if TYPE_CHECKING:
     from kvconv.converter import ExportReport
+
+
+class _Dtype(click.Choice[str]):
+    """The dtypes that work, and why the one that many checkpoints have does not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "bfloat16":
+            self.fail(
+                "bfloat16 activations need CUDA: ONNX Runtime's CPU provider has no bfloat16 "
+                "MatMul. Use float32 or float16; bfloat16 checkpoints are converted.",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
 
 
 @click.command(cls=Command, short_help="Convert a Hugging Face decoder into a bundle.")
@@ -23,7 +38,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path), help="Folder to write; it appears only when complete.",
 )  # fmt: skip
 @click.option(
-    "--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True,
+    "--dtype", type=_Dtype(["float32", "float16"]), default="float32", show_default=True,
     help="Type of weights and activations.",
 )  # fmt: skip
 @click.option(
@@ -75,26 +90,31 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
 
 
 class _StageLines:
-    """One line per stage on stderr; its seconds follow when it ends."""
+    """One line per stage on stderr, with its seconds; a terminal sees them run."""
 
     def __init__(self) -> None:
-        self._start: float | None = None
+        self._console = Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._stage, self._start = "", 0.0
 
     def __call__(self, stage: str) -> None:
         self.close()
-        self._start = time.perf_counter()
-        self._write(f"{stage:<15}")
+        self._stage, self._start = stage, time.perf_counter()
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description:<14}"), TimeElapsedColumn(), SpinnerColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.add_task(stage, total=None)
+            self._progress.start()
 
     def close(self) -> None:
-        """End the line of the stage that runs, if one does."""
-        if self._start is not None:
-            self._write(f"{time.perf_counter() - self._start:7.1f} s\n")
-            self._start = None
-
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        """End the stage that runs, if one does, and write its line."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._stage:
+            seconds = time.perf_counter() - self._start
+            print_status(f"{self._stage:<15}{seconds:7.1f} s")
+            self._stage = ""
 
 
 def _show(report: "ExportReport") -> None:

@@ -9,8 +9,9 @@ import click
 
 from kvconv.cli.common import Command, print_json
 from kvconv.cli.verify import describe
+from kvconv.errors import BundleError
 from kvconv.manifest import Manifest, check_files, read_manifest
-from kvconv.names import MODEL_FILE, OP_DOMAIN
+from kvconv.names import MANIFEST_FILE, MODEL_FILE, OP_DOMAIN
 from kvconv.plan import kv_cache_bytes
 
 
@@ -46,25 +47,33 @@ def command(bundle: Path, check: bool, as_json: bool) -> None:
     for name, entry in manifest.files.items():
         click.echo(f"  {entry.size:13,d}  {name}")
     click.echo(
-        "every file matches its sha256" if check else "sizes match; --check hashes all files"
+        "every file matches its sha256"
+        if check
+        else "all sizes match, and the sha256 of files under 64 MB; --check hashes the others too"
     )
     click.echo("verification  " + "\n".join(describe(manifest.verification)))
 
 
 def inspect(bundle: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest's facts and the graph's operator counts as one JSON-able dict."""
+    """Return the manifest's facts and the graph's operator counts as one JSON-able dict.
+
+    Raises:
+        BundleError: The graph keeps weights in a file that the manifest does not list.
+    """
     document = dataclasses.asdict(manifest)
-    layers = manifest.cache_layers
+    layers = document.pop("cache_layers")
     return {
         **document,
-        "layers": document["cache_layers"],
+        "layers": layers,
         "layers_summary": _summary(manifest),
-        "ops": count_ops(bundle / MODEL_FILE),
-        "cache_bytes_per_token": kv_cache_bytes(layers, batch_size=1, max_sequence_length=1),
+        "ops": _read_graph(bundle, manifest),
+        "cache_bytes_per_token": kv_cache_bytes(
+            manifest.cache_layers, batch_size=1, max_sequence_length=1
+        ),
     }
 
 
-def count_ops(model_path: Path) -> dict[str, int] | None:
+def _read_graph(bundle: Path, manifest: Manifest) -> dict[str, int] | None:
     """Count the graph's nodes by `Type` or `domain::Type`, most frequent first.
 
     Returns:
@@ -74,9 +83,18 @@ def count_ops(model_path: Path) -> dict[str, int] | None:
         import onnx
     except ModuleNotFoundError:
         return None
-    graph = onnx.load(str(model_path), load_external_data=False).graph
-    names = (f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-             for node in graph.node)  # fmt: skip
+    graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
+    for tensor in graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location" and entry.value not in manifest.files:
+                raise BundleError(
+                    f"{MODEL_FILE} keeps {tensor.name} in {entry.value}, which {MANIFEST_FILE} "
+                    f"does not list, so nobody vouches for it. Export the model again.",
+                    file=entry.value,
+                )
+    names = (
+        f"{node.domain}::{node.op_type}" if node.domain else node.op_type for node in graph.node
+    )
     return dict(Counter(names).most_common())
 
 

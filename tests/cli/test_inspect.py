@@ -1,0 +1,86 @@
+"""kvconv inspect: what it shows, and that --check finds every changed byte."""
+
+import dataclasses
+import json
+import shutil
+
+import onnx
+import pytest
+from click.testing import CliRunner
+
+from kvconv.cli import main
+from kvconv.manifest import file_entry, read_manifest
+
+
+@pytest.fixture
+def bundle(exported, tmp_path):
+    return shutil.copytree(exported("llama").path, tmp_path / "a bundle")
+
+
+def inspect(*arguments):
+    return CliRunner().invoke(main, ["inspect", *map(str, arguments)])
+
+
+def test_inspect_json_counts_operators_and_cache_bytes(bundle):
+    report = json.loads(inspect(bundle, "--json").stdout)
+    layers = report["layers"]
+    assert report["ops"]["kvconv::FlashAttention"] == len(layers)
+    per_token = sum(
+        4 * layer["num_key_value_heads"] * (layer["key_head_dim"] + layer["value_head_dim"])
+        for layer in layers
+    )
+    assert report["cache_bytes_per_token"] == per_token
+    assert set(report["files"]) == {path.name for path in bundle.iterdir()} - {"kvconv.json"}
+    assert report["checked"] is False
+
+
+def test_inspect_text_names_the_model_and_every_file(bundle):
+    text = inspect(bundle).stdout
+    assert "LlamaForCausalLM" in text
+    assert all(name in text for name in read_manifest(bundle).files)
+
+
+def test_check_finds_one_changed_byte_in_every_file(bundle):
+    assert "every file matches its sha256" in inspect(bundle, "--check").stdout
+    for name in (*read_manifest(bundle).files, "kvconv.json"):
+        path = bundle / name
+        whole = path.read_bytes()
+        changed = bytearray(whole)
+        changed[len(whole) // 2] ^= 4
+        path.write_bytes(changed)
+        result = inspect(bundle, "--check")
+        assert result.exit_code == 1, name
+        assert name in result.stderr
+        assert result.stderr.count("\n") == 1
+        path.write_bytes(whole)
+
+
+def test_weights_in_a_file_that_the_manifest_does_not_list_are_refused(bundle):
+
+    model = onnx.load(bundle / "model.onnx", load_external_data=False)
+    moved = 0
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value, moved = "elsewhere.bin", moved + 1
+    assert moved
+    onnx.save(model, bundle / "model.onnx")
+    (bundle / "model.onnx.data").rename(bundle / "elsewhere.bin")
+    manifest = read_manifest(bundle)
+    files = {**manifest.files, "model.onnx": file_entry(bundle / "model.onnx")}
+    del files["model.onnx.data"]
+    dataclasses.replace(manifest, files=files).write(bundle)
+    result = inspect(bundle)
+    assert result.exit_code == 1
+    assert "elsewhere.bin, which kvconv.json does not list" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a\\b", "c:x", "..", ""])
+def test_file_names_that_leave_the_folder_are_refused(bundle, name):
+
+    manifest = read_manifest(bundle)
+    files = {**manifest.files, name: manifest.files["model.onnx"]}
+    dataclasses.replace(manifest, files=files).write(bundle)
+    result = inspect(bundle, "--check")
+    assert result.exit_code == 1
+    assert "not a plain file name" in result.stderr
