@@ -6,15 +6,14 @@ process left behind is removed by the next export to the same place.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
+from kvconv.converter.signals import stoppable
 from kvconv.errors import ExportError, OutputExistsError
 from kvconv.manifest import FileEntry, file_entry
 from kvconv.names import MANIFEST_FILE
@@ -47,7 +46,7 @@ def new_bundle(output: Path, *, overwrite: bool) -> Iterator[Path]:
         except OSError as error:
             raise _cannot_write(output, error) from error
         try:
-            with _termination_as_exit():
+            with stoppable():
                 yield partial
                 _put_in_place(partial, output, overwrite=overwrite)
         finally:
@@ -81,8 +80,14 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 def _check_replaceable(output: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(output):
         return
-    if output.is_dir() and not any(output.iterdir()):
+    if output.is_dir() and not output.is_mount() and not any(output.iterdir()):
         return
+    if output.is_mount():
+        raise OutputExistsError(
+            f"{output} is where a file system is mounted, so it cannot be replaced. Choose a "
+            f"folder inside it.",
+            path=str(output),
+        )
     if not (output / MANIFEST_FILE).is_file():
         raise OutputExistsError(
             f"{output} exists and is not a bundle, so it will not be replaced. Choose another "
@@ -93,6 +98,27 @@ def _check_replaceable(output: Path, *, overwrite: bool) -> None:
         raise OutputExistsError(
             f"There is a bundle at {output} already. Pass --overwrite to replace it, or choose "
             f"another output.",
+            path=str(output),
+        )
+    _check_holds_a_bundle_only(output)
+
+
+def _check_holds_a_bundle_only(output: Path) -> None:
+    """Refuse to replace a folder with files in it that no export wrote."""
+    try:
+        document = json.loads((output / MANIFEST_FILE).read_bytes())
+        listed = {MANIFEST_FILE, *document["files"]}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise OutputExistsError(
+            f"{output / MANIFEST_FILE} is damaged, so it does not say which files of {output} are "
+            f"a bundle's, and none is replaced. Remove the folder, or choose another output.",
+            path=str(output),
+        ) from error
+    others = sorted(path.name for path in output.iterdir() if path.name not in listed)
+    if others:
+        raise OutputExistsError(
+            f"{output} also holds {', '.join(others[:3])}, which is not part of the bundle, so it "
+            f"will not be replaced. Move it elsewhere, or choose another output.",
             path=str(output),
         )
 
@@ -162,20 +188,3 @@ def _put_in_place(partial: Path, output: Path, *, overwrite: bool) -> None:
         replaced.rename(output)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _termination_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that the temporary folder goes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(signal_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal_number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

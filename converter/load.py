@@ -220,6 +220,7 @@ def _damaged_files(model: str) -> Iterator[None]:
     Its readers raise whatever their parsers raise, so every exception that is not about this
     machine (memory, permissions) counts as a statement about the files; the cause is kept.
     """
+    is_gguf = Path(model).suffix == ".gguf"
     try:
         yield
     except (MemoryError, PermissionError, ImportError):
@@ -240,10 +241,12 @@ def _damaged_files(model: str) -> Iterator[None]:
             ) from error
         if "does not recognize" in text or "is not supported yet" in text:
             raise UnsupportedModelError(
-                f"transformers cannot load {model}: {root_cause(error)} A newer transformers may."
+                f"The installed transformers does not know {model}: {root_cause(error)} Upgrade "
+                f"transformers if a newer one knows it."
             ) from error
+        # What a GGUF reader trips over says nothing to a person; --debug shows it.
+        reason = "it ends too early, or is no GGUF file." if is_gguf else root_cause(error)
         raise ModelNotFoundError(
-            f"The files of {model} are damaged or incomplete: {root_cause(error)} Download the "
-            f"model again.",
+            f"The files of {model} are damaged or incomplete: {reason} Download the model again.",
             model=model,
         ) from error

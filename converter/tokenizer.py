@@ -12,8 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from kvconv.errors import ExportError
-
-TOKENIZER_FILE = "tokenizer.json"
+from kvconv.names import TOKENIZER_FILE
 
 _PROBES = (
     "",

@@ -67,7 +67,7 @@ class Bundle:
         path = self.file(name)
         try:
             value = json.loads(path.read_bytes())
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise BundleError(
                 f"{name} in {self.path} is not JSON ({error}). Export the model again.", file=name
             ) from error

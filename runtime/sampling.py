@@ -25,14 +25,14 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Most tokens to add, >= 1.
-        temperature: >= 0; logits are divided by it. 1 leaves them as they are; 0 takes the most
-            likely token, and top_k, top_p, min_p and seed then change nothing.
+        temperature: 0, or in [0.001, 1000]; logits are divided by it. 1 leaves them as they are; 0
+            takes the most likely token, and top_k, top_p, min_p and seed then change nothing.
         top_k: >= 0; keep so many of the most likely tokens. 0 keeps all.
         top_p: In [0, 1]; keep the fewest most likely tokens whose probabilities add up to it.
             1 keeps all.
         min_p: In [0, 1]; keep tokens at least so likely, relative to the most likely. 0 keeps all.
-        repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it
-            when positive, multiplied when negative. 1 changes nothing.
+        repetition_penalty: In [0.001, 1000]; logits of tokens in the prompt or the output are
+            divided by it when positive, multiplied when negative. 1 changes nothing.
         seed: >= 0 for draws that can be repeated (row r draws like a single run with seed + r);
             None for new ones each time.
         stop: Strings that end the text; they are cut off.
@@ -49,12 +49,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "[1, inf)")
-        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "[0, inf)")
+        # Far outside these, float32 logits overflow.
+        is_temperature = self.temperature == 0 or 1e-3 <= self.temperature <= 1e3
+        _check("temperature", self.temperature, is_temperature, "0, or in [0.001, 1000]")
         _check("top_k", self.top_k, self.top_k >= 0, "[0, inf)")
         _check("top_p", self.top_p, 0 <= self.top_p <= 1, "[0, 1]")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "[0, 1]")
         penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, 0 < penalty < math.inf, "(0, inf)")
+        _check("repetition_penalty", penalty, 1e-3 <= penalty <= 1e3, "[0.001, 1000]")
         _check("seed", self.seed, self.seed is None or self.seed >= 0, "[0, inf)")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import tokenizers
 
 from kvconv.errors import BundleError, PromptError
+from kvconv.names import TOKENIZER_FILE
 from kvconv.runtime.bundle import Bundle
 
-TOKENIZER_FILE = "tokenizer.json"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 

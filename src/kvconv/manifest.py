@@ -222,7 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
     raw = path.read_bytes()
     try:
         document = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise _damaged(f"it is not JSON ({error})") from error
     if not isinstance(document, dict):
         raise _damaged("it is not a JSON object")

@@ -57,6 +57,7 @@ MANIFEST_FILE = "kvconv.json"
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 LIBRARY_FILE = "libkvconv_ops.so"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def past_key(layer_index: int) -> str:

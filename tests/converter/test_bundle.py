@@ -1,6 +1,7 @@
 """Atomic writing: a bundle is complete under its name, or it is not there."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -27,11 +28,15 @@ with new_bundle(Path(sys.argv[1]), overwrite=False) as folder:
 
 def write(output, text, *, overwrite=False):
     with bundle.new_bundle(output, overwrite=overwrite) as folder:
-        (folder / MANIFEST_FILE).write_text(text)
+        (folder / MANIFEST_FILE).write_text(manifest(text))
+
+
+def manifest(text):
+    return json.dumps({"files": {}, "text": text})
 
 
 def read(output):
-    return (output / MANIFEST_FILE).read_text()
+    return json.loads((output / MANIFEST_FILE).read_text())["text"]
 
 
 def start_filling(output):
@@ -48,7 +53,7 @@ def test_bundle_appears_complete_under_its_name(tmp_path, name):
     with bundle.new_bundle(output, overwrite=False) as folder:
         assert not output.exists()
         assert folder.parent == output.parent
-        (folder / MANIFEST_FILE).write_text("new")
+        (folder / MANIFEST_FILE).write_text(manifest("new"))
     assert read(output) == "new"
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
@@ -93,7 +98,7 @@ def test_overwrite_keeps_the_old_bundle_until_the_new_one_is_complete(tmp_path):
     output = tmp_path / "b"
     write(output, "old")
     with bundle.new_bundle(output, overwrite=True) as folder:
-        (folder / MANIFEST_FILE).write_text("new")
+        (folder / MANIFEST_FILE).write_text(manifest("new"))
         assert read(output) == "old"
     assert read(output) == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
@@ -128,7 +133,7 @@ def test_output_made_meanwhile_by_another_is_kept(tmp_path):
 
     def fill_slowly():
         with bundle.new_bundle(output, overwrite=False) as folder:
-            (folder / MANIFEST_FILE).write_text("ours")
+            (folder / MANIFEST_FILE).write_text(manifest("ours"))
             write(output, "theirs")
 
     with pytest.raises(OutputExistsError):
@@ -198,3 +203,23 @@ def test_full_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
     bundle.check_free_space(tmp_path / "x", 9 * 10**8)
     with pytest.raises(ExportError, match="1000 MB free .* about 1067 MB"):
         bundle.check_free_space(tmp_path / "x", 10**9)
+
+
+def test_overwrite_keeps_files_that_are_not_the_bundles(tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / MANIFEST_FILE).write_text('{"files": {"model.onnx": {}}}')
+    (output / "model.onnx").write_text("graph")
+    (output / "notes.txt").write_text("mine")
+    with (
+        pytest.raises(OutputExistsError, match=r"also holds notes\.txt"),
+        bundle.new_bundle(output, overwrite=True),
+    ):
+        pytest.fail("the block must not run")
+    assert (output / "notes.txt").read_text() == "mine"
+    (output / MANIFEST_FILE).write_text("{}")
+    with (
+        pytest.raises(OutputExistsError, match="is damaged"),
+        bundle.new_bundle(output, overwrite=True),
+    ):
+        pytest.fail("the block must not run")

@@ -167,14 +167,14 @@ def test_logits_that_are_no_numbers_are_an_error(bad, temperature):
     ("name", "value", "interval"),
     [
         ("max_new_tokens", 0, "[1, inf)"),
-        ("temperature", -0.1, "[0, inf)"),
-        ("temperature", float("nan"), "[0, inf)"),
-        ("temperature", float("inf"), "[0, inf)"),
+        ("temperature", -0.1, "0, or in [0.001, 1000]"),
+        ("temperature", float("nan"), "0, or in [0.001, 1000]"),
+        ("temperature", float("inf"), "0, or in [0.001, 1000]"),
         ("top_k", -1, "[0, inf)"),
         ("top_p", 1.01, "[0, 1]"),
         ("top_p", -0.1, "[0, 1]"),
         ("min_p", 2, "[0, 1]"),
-        ("repetition_penalty", 0, "(0, inf)"),
+        ("repetition_penalty", 0, "[0.001, 1000]"),
         ("seed", -1, "[0, inf)"),
     ],
 )

@@ -13,11 +13,14 @@ import click
 
 from kvconv.errors import KvconvError, MissingDependencyError
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and SIGINT's number, as shells have it."""
+
 _REMEDIES = {
-    errno.ENOSPC: "The disk is full: free some space, or choose a folder on another disk.",
-    errno.EACCES: "No permission: choose a folder that you may write to.",
-    errno.EPERM: "No permission: choose a folder that you may write to.",
-    errno.EROFS: "The file system is read-only: choose another folder.",
+    errno.ENOSPC: "Free some space there, or choose another place.",
+    errno.EACCES: "Change its permissions, or choose another place.",
+    errno.EPERM: "Change its permissions, or choose another place.",
+    errno.EROFS: "It is on a read-only file system: choose another place.",
 }
 
 
@@ -37,6 +40,9 @@ class Command(click.Command):
         """Run the command; turn what a person can mend into one line on stderr."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            click.echo(err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from error
         except (KvconvError, OSError, MemoryError) as error:
             if ctx.meta.get("kvconv.debug"):
                 raise

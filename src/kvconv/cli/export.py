@@ -12,6 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
 from kvconv.cli.verify import describe
+from kvconv.names import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from kvconv.converter import ExportReport
@@ -131,8 +132,14 @@ def _show(report: "ExportReport") -> None:
         f"bundle         {report.path}, {report.size_bytes / 1e6:.0f} MB, "
         f"{sum(report.seconds.values()):.1f} s{memory}"
     )
-    path = shlex.quote(str(report.path))
-    print_status(f'\nNext: kvconv run {path} "What is the capital of France?"')
+    if (report.path / TOKENIZER_FILE).exists():
+        path = shlex.quote(str(report.path))
+        print_status(f'\nNext: kvconv run {path} "What is the capital of France?"')
+    else:
+        print_status(
+            "\nThe model has no tokenizer, so `kvconv run` cannot use it; from Python, "
+            "kvconv.runtime.Session takes token ids."
+        )
 
 
 def _as_json(report: "ExportReport") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`kvconv run`: generate text from a bundle, streamed to stdout."""
 
+import io
 import os
 import sys
 import time
@@ -17,7 +18,6 @@ from kvconv.memory import peak_rss_mb
 if TYPE_CHECKING:
     from kvconv.runtime import Generator, SamplingParams
 
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
@@ -121,7 +121,7 @@ class RunResult:
 )
 @click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 256),
     envvar="KVCONV_THREADS",
     metavar="N",
     show_envvar=True,
@@ -164,6 +164,8 @@ def command(
     kvconv run smollm2 "What is the capital of France?" --chat-template
     kvconv run smollm2 - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt
     """  # noqa: D301 - click wants the control character that \b stands for
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
         with needs_extra("cpu"):
             from kvconv.runtime import Generator, SamplingParams
@@ -187,9 +189,6 @@ def command(
             click.echo()
             if stats:
                 _print_stats(result)
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        raise click.exceptions.Exit(_INTERRUPTED) from None
     except BrokenPipeError:
         # Whoever read the text has enough; Python must not try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -260,6 +259,8 @@ def _print_stats(result: RunResult) -> None:
 
 def _read_stdin() -> str:
     """Return standard input without the newline that ends a file's last line."""
+    if sys.stdin is None:
+        raise PromptError("There is no standard input to read. Give the prompt as an argument.")
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
