@@ -98,7 +98,12 @@ def apply(editor: Editor) -> Outcome:
             for name in ("query", "key")
         )
         if query is None and key is None:
-            continue  # no rotary embedding, or none that reaches the operands
+            # No rotary embedding, or tables that evaluation cannot read.
+            table = walker.stored_table(get_operand(node, "query"))
+            if table is not None:
+                reason = f"cos and sin are read from {table.name} in the weights file"
+                refusals.append(Refusal(NAME, node.name, reason))
+            continue
         if isinstance(query, _Match) and isinstance(key, _Match) and query.same_angles(key):
             _rewrite(editor, node, query, key, tables)
             count += 1
