@@ -8,7 +8,8 @@ What stands between a projection and the op is evaluated on random heads and mus
 
 with the same cos, sin, style and R for queries and keys. Models hold cos and sin with every value
 twice (R wide); the op takes them once, [batch_size or 1, sequence_length, R/2] float32, computed
-once per run. No match: the rotation stays in the graph, and the op gets no cos and sin.
+once per run. No match, or tables in the weights file: the rotation stays in the graph, and the op
+gets no cos and sin.
 """
 
 import itertools
