@@ -71,7 +71,7 @@ def export(
     return ExportReport(
         path=Path(output),
         rewrites=dict(report.counts),
-        refusals=tuple(str(refusal) for refusal in report.refusals),
+        refusals=manifest.refusals,
         seconds=stages.seconds,
         verification=verification,
         peak_memory_mb=max(
@@ -235,6 +235,7 @@ def _finish(
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
         files=bundle.list_files(folder),
+        refusals=tuple(str(refusal) for refusal in report.refusals),
     )
     manifest.write(folder)
     return manifest

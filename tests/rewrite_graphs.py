@@ -273,19 +273,32 @@ def attention_layer(
 def decoder(
     *,
     masks: Sequence[Mask] = (bool_mask(),),
+    windows: Sequence[int] = (),
     style: str = "half",
     head: str = "matmul",
     softcap: float = 0.0,
     sink: bool = False,
     **sizes: Any,
 ) -> gs.Graph:
-    """Return a traced decoder with one layer per mask."""
+    """Return a traced decoder with one layer per mask.
+
+    Args:
+        masks: What each layer masks.
+        windows: What its attention call says of its window; none by default.
+        style: Rotation, as for `rotary`.
+        head: LM head, as for `lm_head`.
+        softcap: Bound of the scores; 0 is none.
+        sink: Whether heads have sinks.
+        sizes: Arguments of `Builder`.
+    """
     b = Builder(layers=len(masks), **sizes)
     hidden = 16
     x = b.op("Gather", b.weight(VOCAB, hidden), b.ids, axis=0, shape=[BATCH, SEQUENCE, hidden])
     rotation = rotary(style, b)
-    for layer, mask in enumerate(masks):
-        x = attention_layer(b, x, layer, mask(b), rotation, softcap=softcap, sink=sink)
+    for layer, (mask, window) in enumerate(zip(masks, windows or [0] * len(masks), strict=True)):
+        x = attention_layer(
+            b, x, layer, mask(b), rotation, softcap=softcap, sink=sink, window=window
+        )
     b.output(lm_head(b, x, head), names.LOGITS)
     b.graph.outputs.insert(0, b.graph.outputs.pop())
     return b.graph

@@ -19,8 +19,10 @@ The flash flavour, in order, and why:
 8. `float32_logits`       After the Slice, so that only kept logits are cast.
 9. `tidy`                 Again, over what the rules left behind.
 10. `cache_use`           A check: nothing but the op may look at the cache.
+11. `calls`               A check: what attention calls said against what their masks say.
 
-The standard flavour replaces 3 to 6 by `standard` (ONNX Attention or decomposed operators).
+The standard flavour replaces 3 to 6 by `standard` (ONNX Attention or decomposed operators), and
+has no use for 10.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -34,6 +36,7 @@ import onnx_graphsurgeon as gs
 from kvconv import names
 from kvconv.converter.rewrite import (
     cache_use,
+    calls,
     flash,
     float32_logits,
     heads,
@@ -75,7 +78,6 @@ _RULES: dict[str, tuple[Rule, ...]] = {
 }
 _MUST_FIRE = (flash.NAME, standard.NAME)
 """Rules that must rewrite every placeholder."""
-_PAST_KEY = names.FLASH_ATTENTION_INPUTS.index("past_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class RewriteReport:
     Attributes:
         counts: Rule name -> times it fired, in the order of the rules.
         refusals: What rules left alone, and why.
-        windows: Per layer, the tokens a query sees, its own included; None for all.
+        windows: Per layer, the tokens a query sees, its own included; None for all. Where a mask
+            stays a bias, what the attention call said.
     """
 
     counts: dict[str, int]
@@ -121,10 +124,11 @@ def rewrite(
         )
     counts: dict[str, int] = {}
     refusals: list[Refusal] = []
-    windows: tuple[int | None, ...] = ()
+    said = calls.said(placeholders)
+    masks: calls.Masks = {}
     for rule in _RULES[attention]:
         if rule.NAME == standard.NAME:
-            windows = mask.windows(graph, placeholders)  # while there are masks to ask
+            masks = calls.evaluate_masks(graph, placeholders)  # while there are masks to ask
         outcome = rule.apply(editor)
         counts[rule.NAME] = counts.get(rule.NAME, 0) + outcome.count
         refusals += outcome.refusals
@@ -133,15 +137,9 @@ def rewrite(
     if attention == "flash":
         if stray := cache_use.check(graph):
             raise _error(expected, expected, stray)
-        windows = _flash_windows(graph)
-    return RewriteReport(counts, tuple(refusals), windows)
-
-
-def _flash_windows(graph: gs.Graph) -> tuple[int | None, ...]:
-    """Return the window of each layer's node, by layer index."""
-    nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
-    of_layer = {node.inputs[_PAST_KEY].name: node.attrs["window_size"] or None for node in nodes}
-    return tuple(of_layer[names.past_key(layer)] for layer in range(len(nodes)))
+        masks = calls.read_masks(graph)
+    windows, differences = calls.check(said, masks)
+    return RewriteReport(counts, (*refusals, *differences), windows)
 
 
 def _error(expected: int, found: int, refusals: tuple[Refusal, ...]) -> RewriteError:

@@ -2,7 +2,7 @@
 
 Masks and rotary embeddings are recognised by what they say, not by which nodes they are made of.
 A part is cut from the tensor of interest back to the graph's inputs; a cut that reaches cached
-values or a constant in the weights file is refused.
+values, a constant in the weights file or the token ids is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Probe:
         return self.attention_mask.shape[1] - self.position_ids.shape[1]
 
     def feeds(self) -> dict[str, Array]:
-        """Return the graph inputs by name; input_ids are zeros."""
+        """Return the graph inputs by name; of input_ids a cut reads the shape only."""
         return {
             names.INPUT_IDS: np.zeros_like(self.position_ids),
             names.ATTENTION_MASK: self.attention_mask,
@@ -64,13 +64,20 @@ class Cut:
         graph: Where the tensors live; not changed.
         outputs: Tensors to compute.
         given: Tensors whose values the caller feeds.
+        positions: Whether the part may read position_ids, not only their shape.
 
     Raises:
-        NotEvaluableError: The part needs weights, cached values or another attention node.
+        NotEvaluableError: The part needs token ids, weights, cached values, another attention
+            node, or position ids that it may not read.
     """
 
     def __init__(
-        self, graph: gs.Graph, outputs: Sequence[gs.Tensor], given: Sequence[gs.Tensor] = ()
+        self,
+        graph: gs.Graph,
+        outputs: Sequence[gs.Tensor],
+        given: Sequence[gs.Tensor] = (),
+        *,
+        positions: bool = True,
     ) -> None:
         nodes = upstream(outputs, given)
         read = {tensor.name: tensor for node in nodes for tensor in node.inputs}
@@ -79,6 +86,12 @@ class Cut:
                 raise NotEvaluableError(f"it depends on the weight {tensor.name}")
             if is_past(tensor):
                 raise NotEvaluableError(f"it depends on {tensor.name}")
+        # No set of probes stands for all token ids: a function of them is known nowhere else.
+        values = {tensor.name for node in nodes if node.op != "Shape" for tensor in node.inputs}
+        if names.INPUT_IDS in values:
+            raise NotEvaluableError("it depends on the token ids")
+        if names.POSITION_IDS in values and not positions:
+            raise NotEvaluableError("it depends on the position ids")
         for node in nodes:
             if node.domain in (names.OP_DOMAIN, names.TRACE_DOMAIN):
                 raise NotEvaluableError(f"it depends on the attention node {node.name}")

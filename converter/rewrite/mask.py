@@ -8,6 +8,9 @@ padding, left and right padding, holes; lengths crossing the window) and must sa
 and add nothing to the scores of what is seen, or slope * j (ALiBi; softmax does not mind what else
 is added to a whole row). A row in which nothing may be seen is a padding query; nobody reads its
 result, so there any value will do. Without an exact match the bias stays, which is always right.
+
+A bias that reads token ids or position ids stays too, unevaluated: a caller may pass any (packed
+sequences restart their positions), so agreeing on the ids that a mask implies proves nothing.
 """
 
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from kvconv.converter.rewrite.evaluate import Array, Cut, NotEvaluableError, Pro
 from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, get_operand, set_operand
 
 NAME = "mask"
-_LONG_PAST = 2**20 + 2
+LONG_PAST = 2**20 + 2
 """Past length of the probe that finds a window; longer than the windows in use."""
 
 
@@ -95,19 +98,6 @@ def _rewrite(editor: Editor, node: gs.Node, visibility: Visibility) -> None:
     node.attrs["window_size"] = visibility.window_size or 0
 
 
-def windows(graph: gs.Graph, placeholders: list[gs.Node]) -> tuple[int | None, ...]:
-    """Return the window of each layer's placeholder, by layer index; None for all or unknown."""
-    said: dict[str, Visibility | str] = {}
-    of_layer: dict[int, int | None] = {}
-    for node in placeholders:
-        mask = node.inputs[3]
-        if mask.name not in said:
-            said[mask.name] = recognise(graph, mask)
-        answer = said[mask.name]
-        of_layer[node.attrs["layer_index"]] = getattr(answer, "window_size", None)
-    return tuple(of_layer[layer] for layer in sorted(of_layer))
-
-
 def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
     """Return what a mask says, or why it cannot be said with attributes.
 
@@ -117,7 +107,7 @@ def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
             total_sequence_length] bool (True = attend) or float (added to the scores).
     """
     try:
-        cut = Cut(graph, [mask])
+        cut = Cut(graph, [mask], positions=False)
         visibility = _guess(cut)
         if isinstance(visibility, str):
             return visibility
@@ -141,13 +131,13 @@ def _guess(cut: Cut) -> Visibility | str:
         return "its heads see different slots"
     return Visibility(
         causal=not short.seen[..., 0, 1].any(),
-        window_size=int(slots.max()) if slots.max() <= _LONG_PAST else None,
+        window_size=int(slots.max()) if slots.max() <= LONG_PAST else None,
         slopes=tuple(slopes.tolist()) if slopes.any() else None,
     )
 
 
 def _long_probe() -> Probe:
-    return make_probe(np.ones((1, _LONG_PAST + 1), np.int64), 1)
+    return make_probe(np.ones((1, LONG_PAST + 1), np.int64), 1)
 
 
 def _probes(window: int | None) -> Iterator[Probe]:

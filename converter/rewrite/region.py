@@ -32,6 +32,7 @@ _MOVES = {
     "Cast", "Concat", "Expand", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose",
     "Unsqueeze",
 }  # fmt: skip
+_GATHERS = {"Gather", "GatherElements", "GatherND"}
 _PROBE_BATCH, _PROBE_PAST, _PROBE_NEW = 2, 3, 5
 
 
@@ -130,6 +131,26 @@ class Walker:
             if stem is not None and stem.dtype == operand.dtype:
                 found.append(Region(operand, stem, tuple(nodes), tuple(tables.values())))
         return found
+
+    def stored_table(self, operand: gs.Variable) -> gs.Tensor | None:
+        """Return a constant in the weights file that positions index on the way to an operand."""
+        seen: set[str] = set()
+        stack = [operand]
+        while stack:
+            tensor = stack.pop()
+            node = producer(tensor)
+            if node is None or tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            if node.op in _GATHERS and not self._is_data(node.inputs[1]):
+                table: gs.Tensor = node.inputs[0]
+                while (above := producer(table)) is not None and _only_moves(above):
+                    table = above.inputs[0]
+                if is_external(table):
+                    return table
+            elif _only_moves(node):
+                stack += filter(self._is_data, node.inputs)
+        return None
 
     def _entry(self, tensor: gs.Variable) -> tuple[int, str, gs.Variable]:
         """Return a heap entry; the node that comes last in the graph is walked first."""

@@ -161,6 +161,7 @@ class Manifest:
         outputs: Graph output names in order.
         rewrites: Rule name -> times fired.
         files: Every file of the bundle except the manifest.
+        refusals: Sentences saying what a rule left alone, and why.
         verification: Result of the last verification.
         kvconv_version: Version that wrote the bundle.
         format_version: Version of this format.
@@ -184,6 +185,7 @@ class Manifest:
     outputs: tuple[str, ...]
     rewrites: Mapping[str, int]
     files: Mapping[str, FileEntry]
+    refusals: tuple[str, ...] = ()
     verification: Verification = field(default_factory=lambda: Verification("skipped"))
     kvconv_version: str = __version__
     format_version: int = FORMAT_VERSION

@@ -110,7 +110,7 @@ def test_rewrite_flash_float16_returns_float32_logits(tmp_path: Path) -> None:
 
 
 def test_rewrite_flash_reads_projections_and_nothing_else() -> None:
-    graph = decoder(masks=(bool_mask(), bool_mask(window=3)))
+    graph = decoder(masks=(bool_mask(), bool_mask(window=3)), windows=(0, 3))
     report = rewrite(graph, attention="flash", opset=23)
     assert report.refusals == ()
     assert report.windows == (None, 3)

@@ -104,6 +104,64 @@ def of_another_input(b: Builder) -> gs.Variable:
     return b.op("And", bool_mask()(b), b.op("Unsqueeze", keep, b.const([1, 2])))
 
 
+def per_query(b: Builder, condition: gs.Variable) -> gs.Variable:
+    """Attend to the own slot only where a condition [B,S] holds, to all before elsewhere."""
+    row, column = graphs.slots(b)
+    own = b.op("Equal", column, row, dtype=bool)
+    free = b.op("Unsqueeze", b.op("Not", condition), b.const([1, 3]))
+    return b.op("And", bool_mask()(b), b.op("Or", free, own), shape=["b", 1, "s", "t"])
+
+
+def of_token_ids(b: Builder) -> gs.Variable:
+    """Let token 5 see itself only: with any other token the mask is plainly causal."""
+    return per_query(b, b.op("Equal", b.ids, b.const(5), dtype=bool))
+
+
+def of_embeddings(b: Builder) -> gs.Variable:
+    """Mask by the embedding of a token, from a table small enough to lie in the graph."""
+    table = b.const(np.arange(graphs.VOCAB) == 5, np.float32)
+    return per_query(b, b.op("Cast", b.op("Gather", table, b.ids, axis=0), dtype=bool, to=9))
+
+
+def of_position_ids(b: Builder) -> gs.Variable:
+    """Mask where positions lag behind the count of seen slots, as in packed sequences."""
+    count = b.op("Sub", b.op("CumSum", b.mask, b.const(1)), b.const(1))
+    new = b.op("Unsqueeze", b.op("Neg", b.length(b.ids, 1)), b.const([0]))
+    last = b.op("Slice", count, new, b.const([2**62]), b.const([1]))
+    return per_query(b, b.op("Less", b.positions, last, dtype=bool))
+
+
+def of_the_shape_of_ids(b: Builder) -> gs.Variable:
+    """Say causal with sums of shapes of ids, which mean the same whatever the ids."""
+    new = [b.length(tensor, 1) for tensor in (b.ids, b.positions)]
+    zero = b.op("Sub", *new, shape=[])
+    row, column = graphs.slots(b)
+    seen = b.op("LessOrEqual", column, b.op("Add", row, zero), dtype=bool)
+    return b.op("And", seen, graphs.padding(b), shape=["b", 1, "s", "t"])
+
+
+def test_recognise_shape_of_ids_is_no_dependence_on_ids() -> None:
+    assert recognise(of_the_shape_of_ids) == mask.Visibility(True)
+
+
+@pytest.mark.parametrize("past", [0, 6])
+def test_mask_of_position_ids_follows_positions_that_no_mask_implies(
+    past: int, tmp_path: Path
+) -> None:
+    traced = decoder(masks=(of_position_ids,))
+    graph, _, _ = rewritten(of_position_ids)
+    session = graphs.open_session(graph, tmp_path)
+    padding = np.ones((2, past + 4), np.int64)
+    packed = np.array([[0, 1, 0, 1], [past, past + 1, past + 2, past + 3]])
+    position_ids = {names.POSITION_IDS: packed}
+    feeds = graphs.make_feeds(traced, padding, 4) | position_ids
+    expected = graphs.run_traced(traced, feeds)["logits"]
+    plain = graphs.run_traced(decoder(), feeds)["logits"]
+    assert np.abs(plain - expected).max() > 1e-2
+    actual = graphs.run(session, graphs.make_feeds(graph, padding, 4) | position_ids)["logits"]
+    assert_close(actual, expected, "float32", "logits")
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -115,6 +173,9 @@ def of_another_input(b: Builder) -> gs.Variable:
         (cumulative_alibi, "adds numbers"),
         (one_head_windowed, "heads see different slots"),
         (of_another_input, "depends on the input token_type_ids"),
+        (of_token_ids, "^it depends on the token ids$"),
+        (of_embeddings, "^it depends on the token ids$"),
+        (of_position_ids, "^it depends on the position ids$"),
         (lambda b: b.op("Squeeze", bool_mask()(b), b.const([1])), "its shape is"),
     ],
     ids=[
@@ -126,6 +187,9 @@ def of_another_input(b: Builder) -> gs.Variable:
         "cumulative",
         "one head",
         "another input",
+        "token ids",
+        "embeddings",
+        "position ids",
         "rank 3",
     ],
 )
@@ -161,7 +225,16 @@ def rewritten(*masks: Mask, **sizes: object) -> tuple[gs.Graph, list[gs.Node], R
 
 
 @pytest.mark.parametrize(
-    "build", [chunk_over_padding, first_slot_always, window_with_sink_tokens, cumulative_alibi]
+    "build",
+    [
+        chunk_over_padding,
+        first_slot_always,
+        window_with_sink_tokens,
+        cumulative_alibi,
+        of_token_ids,
+        of_embeddings,
+        of_position_ids,
+    ],
 )
 def test_mask_unrecognised_stays_a_bias_and_gives_the_traced_logits(
     build: Mask, tmp_path: Path

@@ -1,8 +1,10 @@
 """Rotary embeddings recognised by evaluation, and those that stay in the graph."""
 
+import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 import pytest
 
@@ -132,6 +134,32 @@ def test_rotary_refusals_say_why() -> None:
     assert "not rotated by cos and sin in a known style" in reasons["mixed pairs"]
     assert reasons["no key"] == "only one of query and key is rotated"
     assert "different tables" in reasons["other key"]
+
+
+def test_rotary_tables_in_the_weights_file_are_refused() -> None:
+    """GPT-J looks sin and cos up in a table, which may be large and is not loaded."""
+
+    def looked_up(b: Builder, name: str) -> gs.Variable:
+        proto = onnx.helper.make_tensor(name, 1, [128, 8], np.zeros(1024, np.float32))
+        proto.data_location = onnx.TensorProto.EXTERNAL
+        table = gs.Constant(name, gs.ir.tensor.LazyValues(proto), data_location=1)
+        rows = b.op("Gather", table, b.positions, axis=0)
+        return b.op("Unsqueeze", rows, b.const([1]))
+
+    b = Builder()
+    region = graphs.half_rotary(looked_up(b, "cos_table"), looked_up(b, "sin_table"), 8)
+    (node,), report = rewritten(build([(region, region)], b))
+    assert report.counts["rotary"] == 0
+    (refusal,) = report.refusals
+    assert (refusal.rule, refusal.node) == ("rotary", node.name)
+    assert re.fullmatch(
+        r"cos and sin are read from (cos|sin)_table in the weights file", refusal.reason
+    )
+
+
+def test_rotary_absent_is_no_refusal() -> None:
+    _, report = rewritten(graphs.decoder(style="none"))
+    assert (report.counts["rotary"], report.refusals) == (0, ())
 
 
 def test_rotary_identical_layers_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:

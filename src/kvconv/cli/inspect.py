@@ -43,6 +43,8 @@ def command(bundle: Path, check: bool, as_json: bool) -> None:
         click.echo("operators")
         for name, count in report["ops"].items():
             click.echo(f"  {count:6d}  {name}")
+    for refusal in manifest.refusals:
+        click.echo(f"left alone    {refusal}")
     click.echo("files")
     for name, entry in manifest.files.items():
         click.echo(f"  {entry.size:13,d}  {name}")
