@@ -106,7 +106,8 @@ class Verification:
 
     Attributes:
         status: `passed`, `failed` or `skipped`.
-        tolerance: Largest absolute logit difference allowed.
+        tolerance: Largest absolute logit difference allowed: a part of the spread of PyTorch's
+            logits that depends on the dtype.
         checks: In the order run.
         not_checked: Sentences naming what this flavour does not support.
     """
@@ -127,8 +128,9 @@ class Verification:
                 tolerance = self.tolerance or 0.0
                 raise VerificationError(
                     f"The bundle differs from PyTorch: in the check {check.name!r} the logits "
-                    f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}) and "
-                    f"{check.top1:.1%} of the most likely tokens agree. Please report this model; "
+                    f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}), the KL "
+                    f"divergence is {check.kl:.2g} and {check.top1:.1%} of the most likely tokens "
+                    f"agree. Please report this model; "
                     f"kvconv export --no-verify writes it all the same.",
                     check=check.name,
                     max_abs=check.max_abs,
@@ -192,8 +194,11 @@ class Manifest:
         text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
         checksum = hashlib.sha256(text.encode()).hexdigest()
         partial = folder / f".{MANIFEST_FILE}.partial"
-        partial.write_text(text.replace(_NO_CHECKSUM, checksum), encoding="utf-8")
-        partial.replace(folder / MANIFEST_FILE)
+        try:
+            partial.write_text(text.replace(_NO_CHECKSUM, checksum), encoding="utf-8")
+            partial.replace(folder / MANIFEST_FILE)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
