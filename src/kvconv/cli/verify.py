@@ -32,8 +32,9 @@ def command(
 ) -> None:
     """Compare a bundle's logits with PyTorch's, and record the result in its manifest.
 
-    Needs the model that the bundle was exported from. Runs whole and chunked prefill, decode, a left-padded batch, and rewind. Exit code 1 when a
-    check exceeds the tolerance of the bundle's dtype.
+    Needs the model that the bundle was exported from. Runs whole and chunked prefill, decode, a
+    left-padded batch, and rewind. Exit code 1 when a check exceeds the
+    tolerance of the bundle's dtype.
     """
     manifest = read_manifest(bundle)
     source = manifest.source
