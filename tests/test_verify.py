@@ -1,13 +1,21 @@
 """Verification as a library: the comparison, the way of the reference, the process that checks."""
 
+import dataclasses
+import errno
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvconv.errors import KvconvError, VerificationError
 from kvconv.manifest import Verification, read_manifest
+from kvconv.names import MANIFEST_FILE
+from kvconv.runtime import Bundle, Session
 from kvconv.verify import (
     Continuation,
     Limits,
@@ -15,8 +23,12 @@ from kvconv.verify import (
     StoredReference,
     Verifier,
     compare_logits,
+    record,
     require_same_model,
 )
+from kvconv.verify.checks import run_checks
+from kvconv.verify.pytorch import _forward, make_reference
+from tiny_bundle import VOCAB_SIZE
 from tiny_decoders import tiny_model
 
 LIMITS = Limits(max_abs=1e-3, tie=1e-3)
@@ -161,12 +173,78 @@ def test_process_that_checks_imports_neither_torch_nor_the_converter():
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5, 17])
-def test_short_bundles_are_checked_within_their_length(exported, limit):
-    report = exported("llama", max_sequence_length=limit)
-    verifier = Verifier(max_sequence_length=limit, threads=1)
-    stored = verifier.reference(tiny_model("llama"), None)
-    assert len(Reference.load(stored.path).decoded.input_ids) <= limit
-    assert verifier.compare(report.path, stored).status == "passed"
+def test_short_bundles_are_checked_within_their_length(exported, tmp_path, limit):
+    folder = shutil.copytree(exported("llama").path, tmp_path / "short")
+    dataclasses.replace(read_manifest(folder), max_sequence_length=limit).write(folder)
+    bundle = Bundle.open(folder)
+    reference = make_reference(
+        tiny_model("llama"), None, prompt_tokens=None, max_sequence_length=limit
+    )
+    assert len(reference.decoded.input_ids) <= limit
+    result = run_checks(Session(bundle, threads=1), bundle.manifest, reference)
+    assert result.status == "passed"
+
+
+@pytest.mark.parametrize("length", [24, 60])
+def test_few_logits_are_spread_over_the_prompt(exported, monkeypatch, length):
+    """As for a large vocabulary: too many logits to keep them all, or to run them at once."""
+    for module in ("pytorch", "checks"):
+        monkeypatch.setattr(f"kvconv.verify.{module}.MAX_LOGITS", 8 * VOCAB_SIZE + 1)
+    reference = make_reference(
+        tiny_model("llama"), None, prompt_tokens=length, max_sequence_length=None
+    )
+    positions = reference.prompt.positions
+    assert len(positions) <= 8
+    assert positions[-1] == length - 1
+    assert max(np.diff([0, *positions])) <= length // 6 + 1
+    bundle = Bundle.open(exported("llama").path)
+    session, kept = Session(bundle, threads=1), []
+    run = session.run
+
+    def counted(*args, num_logits_to_keep=1, **kwargs):
+        kept.append(num_logits_to_keep)
+        return run(*args, num_logits_to_keep=num_logits_to_keep, **kwargs)
+
+    monkeypatch.setattr(session, "run", counted)
+    for most, whole in ((2**25, len(positions)), (0, sum(p >= length - 8 for p in positions))):
+        monkeypatch.setattr("kvconv.verify.checks._MAX_WHOLE_LOGITS", most)
+        kept.clear()
+        result = run_checks(session, bundle.manifest, reference)
+        assert result.status == "passed"
+        compared = {check.name: check.positions for check in result.checks}
+        assert compared["whole prefill"] == whole
+        assert compared["chunked prefill"] == len(positions)
+        assert max(kept[1:]) <= 8
+        assert kept[0] == (length if most else 8)
+
+
+def test_model_that_cannot_select_logits_gives_the_same_reference(monkeypatch):
+    class Whole(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, use_cache):
+            return self.model(input_ids=input_ids, use_cache=use_cache)
+
+    model, ids, positions = tiny_model("llama"), list(range(20)), [3, 11, 19]
+    selected, whole = (_forward(each, ids, positions) for each in (model, Whole(model)))
+    assert selected.logits.shape == (3, VOCAB_SIZE)
+    np.testing.assert_allclose(whole.logits, selected.logits, atol=1e-5)
+
+
+def test_failed_record_leaves_the_manifest_and_nothing_else(exported, tmp_path, monkeypatch):
+    manifest = read_manifest(exported("llama").path)
+    manifest.write(tmp_path)
+
+    def fail(self, target):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="Read-only"):
+        record(tmp_path, manifest, Verification("skipped"))
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_FILE]
+    assert read_manifest(tmp_path) == manifest
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ class Limits:
         """Largest mean KL divergence, in nats.
 
         Errors of standard deviation e give a divergence of e² / 2; typical errors must be no more
-        than half of the largest one allowed.
+        than a quarter of the largest one allowed.
         """
-        return self.max_abs**2 / 8
+        return self.max_abs**2 / 32
 
 
 _PER_SPREAD = {
     "float32": (2e-4, 2e-4),
-    "float16": (0.05, 0.01),
+    "float16": (0.06, 0.02),
 }
 """Activations' dtype -> Limits of logits with standard deviation 1."""
 
