@@ -88,7 +88,7 @@ class CheckResult:
         mean_abs: Mean absolute difference.
         kl: Mean KL divergence per position, in nats, PyTorch's distribution first.
         top1: Fraction of positions with the same argmax, in [0, 1].
-        passed: Whether max_abs and top1 are within the tolerance.
+        passed: Whether max_abs, kl and the tokens that differ are within what the tolerance allows.
     """
 
     name: str

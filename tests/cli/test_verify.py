@@ -39,7 +39,7 @@ def test_right_bundle_passes_and_the_manifest_says_so(bundle, checkpoint):
     assert found.status == "passed"
     assert found.checks[0].positions == 40
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(f"passed (float logits within {found.tolerance:g} ")
+    assert lines[0].startswith(f"passed (float logits within {found.tolerance:.3g} ")
     assert len(lines) == 6
     assert all(line.startswith("  ok   ") and "max abs" in line for line in lines[1:])
 

@@ -82,7 +82,7 @@ def describe(result: Verification) -> list[str]:
     """Return a verification as lines of text, one per check."""
     if result.status == "skipped":
         return ["not verified"]
-    lines = [f"{result.status} (float logits within {result.tolerance:g} of PyTorch's)"]
+    lines = [f"{result.status} (float logits within {result.tolerance:.3g} of PyTorch's)"]
     lines += [_describe_check(check) for check in result.checks]
     return lines + [f"not checked: {sentence}" for sentence in result.not_checked]
 
