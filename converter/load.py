@@ -45,7 +45,7 @@ class LoadedModel:
     Attributes:
         model: Weights at the dtype asked for; its `generation_config` is the checkpoint's.
         tokenizer: None when the checkpoint has none.
-        source: Where it came from.
+        source: Where it came from; without the path that led there.
     """
 
     model: PreTrainedModel
@@ -150,7 +150,7 @@ def _find_file(model: str, path: Path) -> _Checkpoint:
         )
     with _damaged_files(model):
         license_name = metadata(path, "general.license")
-    source = Source(model=model, kind="gguf", license=license_name)
+    source = Source(path.name, "gguf", license=license_name)
     return _Checkpoint(path.parent, path.name, source)
 
 
@@ -163,7 +163,9 @@ def _find_folder(model: str, path: Path) -> _Checkpoint:
             f"Give a folder made by save_pretrained, or a .gguf file.",
             model=model,
         )
-    return _Checkpoint(path, None, Source(model=model, kind="folder", license=hub.license_of(path)))
+    # Resolved: `.` and `..` have no name. The rest of the path says nothing on another machine.
+    source = Source(path.resolve().name, "folder", license=hub.license_of(path))
+    return _Checkpoint(path, None, source)
 
 
 def _check_decoder(model: str, config: PreTrainedConfig) -> None:

@@ -90,7 +90,7 @@ class CheckResult:
         mean_abs: Mean absolute difference.
         kl: Mean KL divergence per position, in nats, PyTorch's distribution first.
         top1: Fraction of positions with the same argmax, in [0, 1].
-        passed: Whether max_abs and top1 are within the tolerance.
+        passed: Whether max_abs, kl and the tokens that differ are within what the tolerance allows.
     """
 
     name: str
@@ -108,7 +108,8 @@ class Verification:
 
     Attributes:
         status: `passed`, `failed` or `skipped`.
-        tolerance: Largest absolute logit difference allowed.
+        tolerance: Largest absolute logit difference allowed: a part of the spread of PyTorch's
+            logits that depends on the dtype.
         checks: In the order run.
         not_checked: Sentences naming what this flavour does not support.
     """
@@ -129,8 +130,9 @@ class Verification:
                 tolerance = self.tolerance or 0.0
                 raise VerificationError(
                     f"The bundle differs from PyTorch: in the check {check.name!r} the logits "
-                    f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}) and "
-                    f"{check.top1:.1%} of the most likely tokens agree. Please report this model; "
+                    f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}), the KL "
+                    f"divergence is {check.kl:.2g} and {check.top1:.1%} of the most likely tokens "
+                    f"agree. Please report this model; "
                     f"kvconv export --no-verify writes it all the same.",
                     check=check.name,
                     max_abs=check.max_abs,
@@ -196,8 +198,11 @@ class Manifest:
         text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
         checksum = hashlib.sha256(text.encode()).hexdigest()
         partial = folder / f".{MANIFEST_FILE}.partial"
-        partial.write_text(text.replace(_NO_CHECKSUM, checksum), encoding="utf-8")
-        partial.replace(folder / MANIFEST_FILE)
+        try:
+            partial.write_text(text.replace(_NO_CHECKSUM, checksum), encoding="utf-8")
+            partial.replace(folder / MANIFEST_FILE)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path) -> Manifest:

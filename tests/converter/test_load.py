@@ -88,7 +88,7 @@ def gguf_file(tmp_path_factory):
 def test_folder_is_loaded_at_the_dtype_asked_for(checkpoint, dtype):
     folder = checkpoint("llama")
     loaded = load_model(str(folder), dtype=dtype)
-    assert loaded.source == Source(str(folder), "folder")
+    assert loaded.source == Source(folder.name, "folder")
     assert {weight.dtype for weight in loaded.model.parameters()} == {getattr(torch, dtype)}
     assert not loaded.model.training
     assert loaded.tokenizer("a")["input_ids"] == [256, 97]
@@ -115,7 +115,7 @@ def test_folder_without_tokenizer_has_none(copied):
 
 def test_gguf_file_is_loaded_with_its_license_and_can_be_saved(gguf_file, tmp_path):
     loaded = load_model(str(gguf_file))
-    assert loaded.source == Source(str(gguf_file), "gguf", license="mit")
+    assert loaded.source == Source(gguf_file.name, "gguf", license="mit")
     written = _gguf_model()
     found = loaded.model.model.layers[0].mlp.down_proj.weight
     assert torch.equal(found, written.model.layers[0].mlp.down_proj.weight)

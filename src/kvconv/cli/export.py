@@ -47,7 +47,7 @@ class _Dtype(click.Choice[str]):
     help="flash: kvconv's own op, in-place cache. standard: ONNX operators only.",
 )  # fmt: skip
 @click.option(
-    "--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS",
+    "--max-sequence-length", type=click.IntRange(min=2), metavar="TOKENS",
     help="Most tokens, prompt and new, that a cache may hold. [default: the model's]",
 )  # fmt: skip
 @click.option(

@@ -14,7 +14,7 @@ from kvconv.manifest import CheckResult, Verification, read_manifest
 @click.option(
     "--model", default=None, metavar="MODEL",
     help="The PyTorch model to compare with: hub id, folder or .gguf file. "
-    "Default: what the bundle was exported from.",
+    "Default: the hub model that the bundle was exported from; others must be given.",
 )  # fmt: skip
 @click.option("--prompt-tokens", type=click.IntRange(min=4), help="Length of the test prompt.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for ONNX Runtime.")
@@ -32,37 +32,49 @@ def command(
 ) -> None:
     """Compare a bundle's logits with PyTorch's, and record the result in its manifest.
 
-    Runs whole and chunked prefill, decode, a left-padded batch, and rewind. Exit code 1 when a
-    check exceeds the tolerance of the bundle's dtype.
+    Needs the model that the bundle was exported from. Runs whole and chunked prefill, decode, a
+    left-padded batch, and rewind. Exit code 1 when a check exceeds the
+    tolerance of the bundle's dtype.
     """
     manifest = read_manifest(bundle)
+    source = manifest.source
+    if model is None and source.kind != "hub":
+        # The manifest holds no path, and the same name elsewhere may be another model.
+        what = "GGUF file" if source.kind == "gguf" else "folder"
+        raise click.UsageError(
+            f"The bundle was exported from the {what} {source.model}. Say where it is with --model."
+        )
     with needs_extra("cpu,export"):
         from kvconv.converter.load import load_model
-        from kvconv.verify import Verifier, record
+        from kvconv.verify import Verifier, record, require_same_model
 
         verifier = Verifier(
             prompt_tokens=prompt_tokens,
             max_sequence_length=manifest.max_sequence_length,
             threads=threads,
         )
-        print_status(f"loading {model or manifest.source.model}")
+        print_status(f"loading {model or source.model}")
         loaded = load_model(
-            model or manifest.source.model,
-            revision=None if model else manifest.source.revision,
+            model or source.model,
+            revision=None if model else source.revision,
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
             dtype=manifest.dtype,
         )
+        require_same_model(manifest, loaded.model)
         print_status("running PyTorch")
         reference = verifier.reference(loaded.model, loaded.tokenizer)
         del loaded
         print_status("running the bundle")
         result = verifier.compare(bundle, reference)
-    record(bundle, manifest, result)
     if as_json:
         print_json({"bundle": str(bundle), **dataclasses.asdict(result)})
     else:
         click.echo("\n".join(describe(result)))
+    try:
+        record(bundle, manifest, result)
+    except OSError as error:
+        print_status(f"not recorded in the manifest: {error.strerror or error}")
     result.require_passed()
 
 
@@ -70,7 +82,7 @@ def describe(result: Verification) -> list[str]:
     """Return a verification as lines of text, one per check."""
     if result.status == "skipped":
         return ["not verified"]
-    lines = [f"{result.status} (float logits within {result.tolerance:g} of PyTorch's)"]
+    lines = [f"{result.status} (float logits within {result.tolerance:.3g} of PyTorch's)"]
     lines += [_describe_check(check) for check in result.checks]
     return lines + [f"not checked: {sentence}" for sentence in result.not_checked]
 

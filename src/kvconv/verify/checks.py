@@ -1,0 +1,125 @@
+"""The runtime's side: drives a bundle through the checks, without PyTorch."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconv.manifest import Manifest, Verification
+from kvconv.verify.logits import Limits, compare_logits
+from kvconv.verify.reference import MAX_LOGITS, Continuation, FloatArray, Reference
+
+if TYPE_CHECKING:
+    from kvconv.runtime import KVCache, Session
+
+_MAX_WHOLE_LOGITS = 2**25
+"""Most logits, tokens x vocab_size, that the whole prefill returns for every token: 134 MB."""
+_CHUNKS = (1, 3, 17, 64, 31, 128, 257)
+_PADDED_CHUNK = 96
+
+
+def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> Verification:
+    """Run all checks of this package's list against a reference."""
+    limits = Limits.of(manifest.dtype, reference.spread)
+    prompt, decoded = reference.prompt, reference.decoded
+    length = len(prompt.input_ids)
+    cache = session.new_cache(1, len(decoded.input_ids))
+    checks = []
+
+    def check(name: str, found: FloatArray, wanted: FloatArray) -> None:
+        checks.append(compare_logits(name, found, wanted, limits))
+
+    # 1. whole prefill, and 3. decode behind it
+    check("whole prefill", *_whole(session, cache, prompt))
+    steps = [session.run(cache, _row([token]))[0] for token in decoded.input_ids[length:]]
+    check(f"decode, {len(steps)} steps", np.concatenate(steps), decoded.logits)
+
+    # 5. rewind and re-prompt, on the same cache
+    again = reference.reprompted
+    cache.rewind(length // 2)
+    found = session.run(
+        cache, _row(again.input_ids[length // 2 :]), num_logits_to_keep=len(again.positions)
+    )[0]
+    check("rewind and re-prompt", found, again.logits)
+
+    # 2. chunked prefill
+    cache.reset()
+    check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
+
+    # 4. left-padded batch
+    check(
+        "left-padded batch",
+        *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
+    )
+
+    return Verification(
+        status="passed" if all(result.passed for result in checks) else "failed",
+        tolerance=limits.max_abs,
+        checks=tuple(checks),
+        not_checked=reference.not_checked,
+    )
+
+
+def _whole(
+    session: "Session", cache: "KVCache", prompt: Continuation
+) -> tuple[FloatArray, FloatArray]:
+    """Prefill in one run; return found and wanted logits at the positions that it can give.
+
+    A graph gives the logits of the last tokens only. Where those of all tokens are too many, the
+    positions before them are left to the chunked prefill.
+    """
+    length, vocab_size = len(prompt.input_ids), prompt.logits.shape[-1]
+    fits = length * vocab_size <= _MAX_WHOLE_LOGITS
+    kept = length if fits else min(length, max(1, MAX_LOGITS // vocab_size))
+    first = next(i for i, position in enumerate(prompt.positions) if position >= length - kept)
+    logits = session.run(cache, _row(prompt.input_ids), num_logits_to_keep=kept)[0]
+    rows = np.array(prompt.positions[first:]) - (length - kept)
+    return logits[rows], prompt.logits[first:]
+
+
+def _chunked(session: "Session", cache: "KVCache", prompt: Continuation) -> FloatArray:
+    """Prefill in runs of odd sizes; return the logits at the prompt's positions.
+
+    A chunk ends early where the logits between its first position and its end would be too many.
+    """
+    most = max(1, MAX_LOGITS // prompt.logits.shape[-1])
+    positions = np.array(prompt.positions)
+    pieces, start, turn = [], 0, 0
+    while start < len(prompt.input_ids):
+        end = min(start + _CHUNKS[turn % len(_CHUNKS)], len(prompt.input_ids))
+        first = int(positions[positions >= start][0])
+        end = min(end, first + most)
+        kept = max(1, end - first)
+        chunk = _row(prompt.input_ids[start:end])
+        logits = session.run(cache, chunk, num_logits_to_keep=kept)[0]
+        pieces.append(logits[positions[(positions >= first) & (positions < end)] - first])
+        start, turn = end, turn + 1
+    return np.concatenate(pieces)
+
+
+def _padded_batch(
+    session: "Session", rows: Sequence[Continuation], pad_id: int
+) -> tuple[FloatArray, FloatArray]:
+    """Run rows as one left-padded batch; return found and wanted logits, rows stacked."""
+    steps = len(rows[0].logits) - 1
+    prompts = [row.input_ids[:-steps] for row in rows]
+    width = max(map(len, prompts))
+    cache = session.new_cache(len(rows), width + steps)
+    mask = np.ones((len(rows), width + steps), np.int64)
+    input_ids = np.full((len(rows), width), pad_id, np.int64)
+    for index, prompt in enumerate(prompts):
+        mask[index, : width - len(prompt)] = 0
+        input_ids[index, width - len(prompt) :] = prompt
+    for start in range(0, width, _PADDED_CHUNK):
+        chunk = input_ids[:, start : start + _PADDED_CHUNK]
+        last = session.run(cache, chunk, attention_mask=mask[:, : start + chunk.shape[1]])
+    runs = [last]
+    for step in range(steps):
+        tokens = np.array([[row.input_ids[step - steps]] for row in rows], np.int64)
+        runs.append(session.run(cache, tokens, attention_mask=mask[:, : width + step + 1]))
+    return np.concatenate(np.concatenate(runs, axis=1)), np.concatenate([r.logits for r in rows])
+
+
+def _row(input_ids: list[int]) -> npt.NDArray[np.int64]:
+    return np.array([input_ids], np.int64)

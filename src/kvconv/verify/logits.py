@@ -1,0 +1,86 @@
+"""How far two sets of logits are apart, and how far they may be."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconv.manifest import CheckResult
+from kvconv.verify.reference import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a check may find at most.
+
+    Attributes:
+        max_abs: Largest absolute logit difference.
+        tie: Where the argmax differs, largest difference of PyTorch's own two logits.
+    """
+
+    max_abs: float
+    tie: float
+
+    @classmethod
+    def of(cls, dtype: str, spread: float) -> "Limits":
+        """Return the limits for activations of a dtype and logits of some standard deviation."""
+        max_abs, tie = _PER_SPREAD[dtype]
+        return cls(max_abs * spread, tie * spread)
+
+    @property
+    def kl(self) -> float:
+        """Largest mean KL divergence, in nats.
+
+        Errors of standard deviation e give a divergence of e² / 2; typical errors must be no more
+        than a quarter of the largest one allowed.
+        """
+        return self.max_abs**2 / 32
+
+
+_PER_SPREAD = {
+    "float32": (2e-4, 2e-4),
+    "float16": (0.06, 0.02),
+}
+"""Activations' dtype -> Limits of logits with standard deviation 1."""
+
+
+def compare_logits(name: str, found: FloatArray, wanted: FloatArray, limits: Limits) -> CheckResult:
+    """Compare two sets of logits, both [positions, vocab_size] float32.
+
+    A different argmax fails a check unless PyTorch's own two logits are a tie within the limits.
+    Non-finite differences count as the largest float.
+    """
+    difference = np.abs(found - wanted)
+    largest = float(np.finfo(np.float32).max)
+    np.nan_to_num(difference, copy=False, nan=largest, posinf=largest)
+    rows = np.arange(len(wanted))
+    best_found, best_wanted = found.argmax(axis=-1), wanted.argmax(axis=-1)
+    margin = wanted[rows, best_wanted] - wanted[rows, best_found]
+    max_abs = float(difference.max())
+    kl = _mean_kl(wanted, found)
+    return CheckResult(
+        name=name,
+        positions=len(wanted),
+        max_abs=max_abs,
+        mean_abs=float(difference.mean(dtype=np.float64)),
+        kl=kl,
+        top1=float((best_found == best_wanted).mean()),
+        passed=max_abs <= limits.max_abs and kl <= limits.kl and bool((margin <= limits.tie).all()),
+    )
+
+
+def _mean_kl(wanted: FloatArray, found: FloatArray) -> float:
+    total = 0.0
+    with np.errstate(invalid="ignore"):  # infinite logits; the result is checked below
+        for row_wanted, row_found in zip(wanted, found, strict=True):
+            p, q = (_log_softmax(row.astype(np.float64)) for row in (row_wanted, row_found))
+            total += float(np.exp(p) @ (p - q))
+    mean = total / len(wanted)
+    # Rounding may leave a sum of tiny terms just below zero.
+    return max(mean, 0.0) if np.isfinite(mean) else float(np.finfo(np.float32).max)
+
+
+def _log_softmax(row: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted = row - row.max()
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result

@@ -1,0 +1,144 @@
+"""PyTorch's side: runs the model on every sequence of the checks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvconv.converter.quiet import quiet
+from kvconv.verify.reference import MAX_LOGITS, Continuation, Reference
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DECODE_STEPS = 16
+BATCH_DECODE_STEPS = 4
+PROMPT_TOKENS = 128
+MAX_CROSSED_WINDOW = 1024
+_TEXT = (
+    "The harbour was quiet before dawn. Two fishermen mended a net of 1,204 knots while the tide "
+    "turned, and nobody spoke of the storm that had taken the old pier in 1987. “Is it far?” asked "
+    "the girl. « Pas très loin », said the captain, и показал на север. 海の向こうに島が見えます。"
+    "def distance(a, b): return abs(a - b) ** 0.5  # metres\nبعد ساعة عاد القارب. Dinner was rice, "
+    "beans and a lemon; the bill came to €23.40. Later they counted the boats: one, two, three, "
+    "five, eight, thirteen. Every answer led to a longer question, as it usually does at sea. 🙂 "
+)
+
+
+def make_reference(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    prompt_tokens: int | None,
+    max_sequence_length: int | None,
+) -> Reference:
+    """Run PyTorch on every sequence of the checks; see `Verifier` for the arguments."""
+    config = model.config.get_text_config()
+    length, steps, not_checked = _lengths(config, prompt_tokens, max_sequence_length)
+    prompt = _prompt_ids(tokenizer, config.vocab_size, length)
+    most = max(1, MAX_LOGITS // config.vocab_size)
+    batch_steps = min(BATCH_DECODE_STEPS, steps)
+
+    decoded = _greedy(model, prompt, steps)
+    rows = [_greedy(model, prompt[-n:], batch_steps) for n in (length // 3 + 1, min(5, length))]
+    tail = prompt[: length // 4 + 1][::-1]
+    reprompt = prompt[: length // 2] + tail
+    last = range(len(reprompt) - min(most, len(tail)), len(reprompt))
+    return Reference(
+        prompt=_forward(model, prompt, _spread_positions(length, most)),
+        decoded=Continuation(decoded.input_ids, decoded.positions[1:], decoded.logits[1:]),
+        rows=(_without_last(decoded, steps - batch_steps), *rows),
+        reprompted=_forward(model, reprompt, list(last)),
+        not_checked=not_checked,
+    )
+
+
+def _lengths(
+    config: Any, prompt_tokens: int | None, max_sequence_length: int | None
+) -> tuple[int, int, tuple[str, ...]]:
+    """Return the prompt's length, the decode steps, and what the prompt does not reach."""
+    limit = max_sequence_length or getattr(config, "max_position_embeddings", None)
+    window = _largest_window(config)
+    crossing = 2 * window + 90 if window is not None else 0
+    length = prompt_tokens or PROMPT_TOKENS
+    if prompt_tokens is None and window is not None and window <= MAX_CROSSED_WINDOW:
+        length = max(length, crossing)
+    steps = DECODE_STEPS
+    if limit is not None:
+        steps = min(steps, max(1, limit // 4))
+        length = max(1, min(length, limit - steps))
+    if window is None or length > window:
+        return length, steps, ()
+    sentence = (
+        f"the prompt of {length} tokens does not cross the sliding window of {window}; "
+        f"kvconv verify --prompt-tokens {crossing} does, where the bundle holds so many"
+    )
+    return length, steps, (sentence,)
+
+
+def _spread_positions(length: int, most: int) -> list[int]:
+    """Return up to `most` positions: all, or three quarters spread evenly and the last quarter."""
+    if length <= most:
+        return list(range(length))
+    last = most // 4
+    spread = np.linspace(0, length - 1, most - last + 1)[1:].round().astype(int)
+    return sorted({*spread.tolist(), *range(length - last, length)})
+
+
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, length: int
+) -> list[int]:
+    if tokenizer is None:
+        random = np.random.default_rng(7)
+        return [int(token) for token in random.integers(0, vocab_size, length)]
+    ids: list[int] = []
+    text = _TEXT
+    while len(ids) < length:
+        ids = [token for token in tokenizer(text)["input_ids"] if token < vocab_size]
+        text += f"Chapter {len(text)}. {_TEXT}"
+    return ids[:length]
+
+
+def _largest_window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    return int(window) if window and used else None
+
+
+def _forward(model: PreTrainedModel, input_ids: list[int], positions: list[int]) -> Continuation:
+    """Run PyTorch once, without a cache."""
+    selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+    selected = {"logits_to_keep": torch.tensor(positions)} if selects else {}
+    with quiet(), torch.inference_mode():
+        logits = model(input_ids=torch.tensor([input_ids]), use_cache=False, **selected).logits[0]
+    logits = logits if selects else logits[positions]
+    return Continuation(input_ids, positions, logits.float().numpy())
+
+
+def _greedy(model: PreTrainedModel, input_ids: list[int], steps: int) -> Continuation:
+    """Append PyTorch's tokens; logits of the last prompt position and of each appended token."""
+    prompt = torch.tensor([input_ids])
+    with quiet(), torch.inference_mode():
+        # One token more than is fed, for the logits of the last one; EOS must not end it.
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=steps + 1,
+            min_new_tokens=steps + 1,
+            do_sample=False,
+            num_beams=1,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logits = torch.cat(output.logits).float().numpy()
+    sequence = output.sequences[0, :-1].tolist()
+    return Continuation(sequence, list(range(len(input_ids) - 1, len(sequence))), logits)
+
+
+def _without_last(sequence: Continuation, tokens: int) -> Continuation:
+    """Return what `_greedy` gives for so many tokens less."""
+    end, rows = len(sequence.input_ids) - tokens, len(sequence.logits) - tokens
+    return Continuation(sequence.input_ids[:end], sequence.positions[:rows], sequence.logits[:rows])

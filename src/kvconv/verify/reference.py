@@ -1,0 +1,93 @@
+"""What PyTorch says about the sequences of the checks, and its way to the process that checks."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+
+MAX_LOGITS = 2**22
+"""Logits kept per check, rows x vocab_size: 16 MB in float32."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Token ids and PyTorch's logits at some of their positions.
+
+    Attributes:
+        input_ids: The whole sequence, from its first token.
+        positions: Indices into `input_ids`, ascending; the last one is the last token's.
+        logits: [len(positions), vocab_size] float32, row i for the token after positions[i].
+    """
+
+    input_ids: list[int]
+    positions: list[int]
+    logits: FloatArray
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What PyTorch says about every sequence that the checks run.
+
+    Attributes:
+        prompt: The prompt, with logits at positions spread over it and at its end, as many as
+            MAX_LOGITS allows.
+        decoded: The prompt and up to DECODE_STEPS greedy tokens, with the logits of the latter.
+        rows: Rows of the padded batch: a prompt and up to BATCH_DECODE_STEPS greedy tokens each,
+            with the logits of the last prompt position and of the tokens.
+        reprompted: The first half of the prompt and another continuation, with its last logits.
+        not_checked: Sentences about what the prompt does not reach.
+    """
+
+    prompt: Continuation
+    decoded: Continuation
+    rows: tuple[Continuation, ...]
+    reprompted: Continuation
+    not_checked: tuple[str, ...]
+
+    @property
+    def spread(self) -> float:
+        """How far PyTorch's logits are apart: their standard deviation over the vocabulary.
+
+        A mean over positions, of the sequence where it is smallest; so a shift of all logits,
+        which changes no probability, does not count.
+        """
+        parts = (self.prompt, self.decoded, self.reprompted, *self.rows)
+        return min(float(np.mean([row.std(dtype=np.float64) for row in p.logits])) for p in parts)
+
+    def save(self, path: Path) -> None:
+        """Write an .npz file that `load` reads."""
+        arrays: dict[str, npt.NDArray[Any]] = {"not_checked": np.array(self.not_checked, np.str_)}
+        for index, part in enumerate((self.prompt, self.decoded, self.reprompted, *self.rows)):
+            arrays[f"{index}.input_ids"] = np.array(part.input_ids, np.int64)
+            arrays[f"{index}.positions"] = np.array(part.positions, np.int64)
+            arrays[f"{index}.logits"] = part.logits
+        np.savez(path, allow_pickle=False, **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> "Reference":
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as arrays:
+            prompt, decoded, reprompted, *rows = [
+                Continuation(
+                    arrays[f"{index}.input_ids"].tolist(),
+                    arrays[f"{index}.positions"].tolist(),
+                    arrays[f"{index}.logits"],
+                )
+                for index in range(len(arrays.files) // 3)
+            ]
+            not_checked = tuple(arrays["not_checked"].tolist())
+        return cls(prompt, decoded, tuple(rows), reprompted, not_checked)
+
+
+class StoredReference:
+    """A reference on disk, for the process that checks; removed with this object."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvconv-verify-")
+        self.path = Path(self._folder.name) / "reference.npz"
+        reference.save(self.path)

@@ -1,0 +1,117 @@
+"""Runs verification from outside: PyTorch here, the bundle in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvconv.errors import KvconvError
+from kvconv.manifest import Manifest, Verification, from_json
+from kvconv.verify.reference import StoredReference
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Verifier:
+    """Runs the checks; the converter calls it between tracing and the final rename."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        max_sequence_length: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Set the checks up.
+
+        Args:
+            prompt_tokens: Length of the prompt; None for 128, or past two sliding windows.
+            max_sequence_length: Most tokens the bundle holds, at least 2; None for what the
+                model's config says. The prompt becomes shorter to fit.
+            threads: Threads for ONNX Runtime; None for its default.
+        """
+        self._prompt_tokens = prompt_tokens
+        self._max_sequence_length = max_sequence_length
+        self._threads = threads
+
+    def reference(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> StoredReference:
+        """Run PyTorch on every sequence of the checks; takes some seconds.
+
+        Args:
+            model: In evaluation mode, on the CPU.
+            tokenizer: Encodes the test text; None for pseudo-random ids.
+        """
+        # Here, because the process that checks must not import PyTorch.
+        from kvconv.verify.pytorch import make_reference
+
+        return StoredReference(
+            make_reference(
+                model,
+                tokenizer,
+                prompt_tokens=self._prompt_tokens,
+                max_sequence_length=self._max_sequence_length,
+            )
+        )
+
+    def compare(self, folder: Path, reference: Any) -> Verification:
+        """Drive a bundle through the checks; nothing is written.
+
+        Args:
+            folder: A complete bundle.
+            reference: The `StoredReference` that `reference` returned for the same model.
+
+        Returns:
+            The result, `passed` or `failed`; see `Verification.require_passed`.
+        """
+        # -P: without it, -m imports from the current folder first, whatever lies there.
+        command = [sys.executable, "-P", "-m", "kvconv.verify", str(folder), str(reference.path)]
+        command += [] if self._threads is None else [str(self._threads)]
+        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        if child.returncode != 0:
+            lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+            raise KvconvError(f"The bundle could not be run for verification: {lines[-1]}")
+        result: Verification = from_json(Verification, json.loads(child.stdout), "verification")
+        return result
+
+
+def require_same_model(manifest: Manifest, model: PreTrainedModel) -> None:
+    """Refuse a PyTorch model that cannot be the one a bundle was made of.
+
+    Raises:
+        KvconvError: Its architecture, vocabulary or cache differs from the manifest's.
+    """
+    from kvconv.converter.decoder_spec import describe
+
+    spec = describe(model)
+    layers, shapes = manifest.cache_layers, spec.cache_shapes
+    facts: list[tuple[str, object, object]] = [
+        ("architecture", manifest.architecture, spec.architecture),
+        ("vocabulary size", manifest.vocab_size, spec.vocab_size),
+        ("number of cache layers", len(layers), len(shapes)),
+    ]
+    facts += [
+        (
+            f"cache shape of layer {index} (heads, width of a key, of a value)",
+            (layer.num_key_value_heads, layer.key_head_dim, layer.value_head_dim),
+            (shape.num_key_value_heads, shape.key_head_dim, shape.value_head_dim),
+        )
+        for index, (layer, shape) in enumerate(zip(layers, shapes, strict=False))
+    ]
+    for name, wanted, found in facts:
+        if found != wanted:
+            raise KvconvError(
+                f"The PyTorch model is not the one that the bundle was exported from: its {name} "
+                f"is {found}, the bundle's is {wanted}. Give {manifest.source.model} with --model."
+            )
+
+
+def record(folder: Path, manifest: Manifest, verification: Verification) -> None:
+    """Write a verification result into a bundle's manifest."""
+    dataclasses.replace(manifest, verification=verification).write(folder)

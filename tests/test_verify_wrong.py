@@ -1,0 +1,55 @@
+"""Verification fails bundles that are wrong in one way, in the checks where that shows."""
+
+import pytest
+
+from kvconv.runtime import Bundle, Session
+from kvconv.verify.checks import run_checks
+from kvconv.verify.pytorch import make_reference
+from tiny_decoders import tiny_model
+from wrong_bundles import (
+    change_weight,
+    copy_wrong,
+    drop_window,
+    ignore_padding,
+    swap_cos_and_sin,
+)
+
+ALL = {
+    "whole prefill",
+    "decode, 16 steps",
+    "rewind and re-prompt",
+    "chunked prefill",
+    "left-padded batch",
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "change", "wrong"),
+    [
+        ("llama", "float32", change_weight, ALL),
+        ("qwen3", "float16", change_weight, ALL),
+        ("llama", "float32", swap_cos_and_sin, ALL),
+        ("qwen3", "float16", swap_cos_and_sin, ALL),
+        ("gemma3_text", "float32", drop_window, ALL),
+        ("llama", "float32", ignore_padding, {"left-padded batch"}),
+        ("qwen3", "float16", ignore_padding, {"left-padded batch"}),
+    ],
+)
+def test_wrong_bundle_fails_where_it_is_wrong(exported, tmp_path, model_type, dtype, change, wrong):
+    options = {} if dtype == "float32" else {"dtype": dtype}
+    right = exported(model_type, **options).path
+    model = tiny_model(model_type)
+    reference = make_reference(
+        model if dtype == "float32" else model.half(),
+        None,
+        prompt_tokens=24,
+        max_sequence_length=None,
+    )
+    failed = []
+    for folder in (right, copy_wrong(right, tmp_path / "wrong", change)):
+        bundle = Bundle.open(folder)
+        result = run_checks(Session(bundle, threads=1), bundle.manifest, reference)
+        assert {check.name for check in result.checks} == ALL
+        failed.append({check.name for check in result.checks if not check.passed})
+        assert result.status == ("failed" if failed[-1] else "passed")
+    assert failed == [set(), wrong]
