@@ -14,10 +14,11 @@ export TOKENIZERS_PARALLELISM := false
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
-# torch goes first and alone: the pinned build serves, whatever else asks for it later.
+# torch goes first and alone: the pinned build serves, whatever else asks for it later. On Linux the
+# default build brings gigabytes of CUDA; TORCH_FLAGS takes what pytorch.org shows for the CPU build.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(PIP) torch
+	$(PIP) $(TORCH_FLAGS) torch
 	@touch $@
 
 $(VENV)/.kvconv: $(VENV)/.torch pyproject.toml $(NATIVE_SOURCES)

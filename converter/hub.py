@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from kvconv.converter.quiet import quiet
 from kvconv.errors import ModelNotFoundError
 
 CONFIG_FILE = "config.json"
@@ -83,9 +84,10 @@ def _snapshot(
 
 @contextlib.contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub library's errors into one sentence and a remedy."""
+    """Turn the hub library's errors into one sentence and a remedy, without its own notes."""
     try:
-        yield
+        with quiet():
+            yield
     except RevisionNotFoundError as error:
         message = f"{model} has no revision {revision!r}. Leave --revision out for the latest."
         raise ModelNotFoundError(message, model=model) from error

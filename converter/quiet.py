@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import tqdm  # type: ignore[import-untyped]
 
-_LOGGERS = ("torch.onnx", "transformers", "onnxscript", "onnx_ir")
+_LOGGERS = ("torch.onnx", "transformers", "huggingface_hub", "onnxscript", "onnx_ir")
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ def stoppable() -> Iterator[None]:
     signals = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGALRM"):
         signals.append(signal.SIGALRM)
+    # What the caller ignores (nohup) stays ignored.
+    signals = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in signals}
     before_hook, sys.unraisablehook = sys.unraisablehook, dropped
     try:

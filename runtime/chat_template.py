@@ -17,9 +17,9 @@ import jinja2.parser
 import jinja2.sandbox
 
 from kvconv.errors import BundleError, PromptError
+from kvconv.names import CHAT_TEMPLATE_FILE
 from kvconv.runtime.bundle import Bundle
 
-TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 # A template is a program of somebody else: whatever it trips over is its statement.
@@ -67,8 +67,8 @@ class ChatTemplate:
         """
         has_config = TOKENIZER_CONFIG_FILE in bundle
         config = bundle.read_json(TOKENIZER_CONFIG_FILE) if has_config else {}
-        if TEMPLATE_FILE in bundle:
-            source: Any = bundle.file(TEMPLATE_FILE).read_text(encoding="utf-8")
+        if CHAT_TEMPLATE_FILE in bundle:
+            source: Any = bundle.file(CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
         else:
             source = config.get("chat_template")
         if isinstance(source, list):

@@ -137,7 +137,7 @@ def test_require_passed_raises_with_the_numbers(logits):
 def test_reference_survives_the_way_to_the_process_that_checks(logits):
     reference = reference_of(*(logits[:rows] for rows in (3, 1, 5, 2, 4)))
     stored = StoredReference(reference)
-    loaded = Reference.load(stored.path)
+    loaded = Reference.load(stored.rewound())
     assert loaded.not_checked == ("a sentence",)
     parts = [(r.prompt, r.decoded, r.reprompted, *r.rows) for r in (loaded, reference)]
     for found, wanted in zip(*parts, strict=True):

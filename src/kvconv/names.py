@@ -58,6 +58,7 @@ MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 LIBRARY_FILE = "libkvconv_ops.so"
 TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
 def past_key(layer_index: int) -> str:

@@ -215,7 +215,7 @@ def test_code_that_comes_with_the_model_does_not_run_unasked(copied):
 
 def test_unknown_architecture_asks_for_a_newer_transformers(copied):
     change_config(copied, model_type="odd")
-    with pytest.raises(UnsupportedModelError, match="newer transformers"):
+    with pytest.raises(UnsupportedModelError, match="Upgrade transformers"):
         load_model(str(copied))
 
 

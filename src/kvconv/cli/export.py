@@ -4,7 +4,7 @@ import dataclasses
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
 from kvconv.cli.verify import describe
-from kvconv.names import TOKENIZER_FILE
+from kvconv.names import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from kvconv.converter import ExportReport
@@ -79,15 +79,14 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
 
         checks = Verifier(max_sequence_length=options["max_sequence_length"])
         verifier = None if no_verify else checks
-        stages = _StageLines()
-        try:
+        started = time.perf_counter()
+        with _StageLines() as stages:
             report = export(model, output, ExportOptions(**options), verifier, progress=stages)
-        finally:
-            stages.close()
+        seconds = time.perf_counter() - started
     if as_json:
         print_json(_as_json(report))
     else:
-        _show(report)
+        _show(report, seconds)
 
 
 class _StageLines:
@@ -98,8 +97,14 @@ class _StageLines:
         self._progress: Progress | None = None
         self._stage, self._start = "", 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(is_done=kind is None)
+
     def __call__(self, stage: str) -> None:
-        self.close()
+        self._end(is_done=True)
         self._stage, self._start = stage, time.perf_counter()
         if self._console.is_terminal:
             columns = (TextColumn("{task.description:<14}"), TimeElapsedColumn(), SpinnerColumn())
@@ -107,18 +112,18 @@ class _StageLines:
             self._progress.add_task(stage, total=None)
             self._progress.start()
 
-    def close(self) -> None:
-        """End the stage that runs, if one does, and write its line."""
+    def _end(self, *, is_done: bool) -> None:
+        """End the stage that runs, if one does; write its line if it came to its end."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self._stage:
+        if self._stage and is_done:
             seconds = time.perf_counter() - self._start
             print_status(f"{self._stage:<15}{seconds:7.1f} s")
             self._stage = ""
 
 
-def _show(report: "ExportReport") -> None:
+def _show(report: "ExportReport", seconds: float) -> None:
     rewrites = ", ".join(f"{name} {count}" for name, count in report.rewrites.items() if count)
     print_status(f"rewrites       {rewrites}")
     for refusal in report.refusals:
@@ -129,12 +134,12 @@ def _show(report: "ExportReport") -> None:
         "" if report.peak_memory_mb is None else f", peak memory {report.peak_memory_mb:.0f} MB"
     )
     print_status(
-        f"bundle         {report.path}, {report.size_bytes / 1e6:.0f} MB, "
-        f"{sum(report.seconds.values()):.1f} s{memory}"
+        f"bundle         {report.path}, {report.size_bytes / 1e6:.0f} MB, {seconds:.1f} s{memory}"
     )
     if (report.path / TOKENIZER_FILE).exists():
         path = shlex.quote(str(report.path))
-        print_status(f'\nNext: kvconv run {path} "What is the capital of France?"')
+        chat = " --chat-template" if (report.path / CHAT_TEMPLATE_FILE).exists() else ""
+        print_status(f'\nNext: kvconv run {path} "What is the capital of France?"{chat}')
     else:
         print_status(
             "\nThe model has no tokenizer, so `kvconv run` cannot use it; from Python, "

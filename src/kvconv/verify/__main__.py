@@ -12,17 +12,19 @@ from kvconv.verify.checks import run_checks
 from kvconv.verify.reference import Reference
 
 
-def main(folder: Path, reference: Path, threads: int | None) -> None:
-    """Verify a bundle against a stored reference."""
+def main(folder: Path, threads: int | None) -> None:
+    """Verify a bundle against the stored reference on standard input."""
     bundle = Bundle.open(folder)
     check_files(folder, bundle.manifest, hash_all=True)
     session = Session(bundle, threads=threads)
-    result = run_checks(session, bundle.manifest, Reference.load(reference))
+    with open(sys.stdin.fileno(), "rb", closefd=False) as file:  # a file that can seek
+        reference = Reference.load(file)
+    result = run_checks(session, bundle.manifest, reference)
     sys.stdout.write(json.dumps(dataclasses.asdict(result)))
 
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
+        main(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None)
     except KvconvError as error:
         sys.exit(str(error))

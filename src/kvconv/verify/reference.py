@@ -2,11 +2,12 @@
 
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from kvconv.errors import KvconvError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -59,19 +60,19 @@ class Reference:
         parts = (self.prompt, self.decoded, self.reprompted, *self.rows)
         return min(float(np.mean([row.std(dtype=np.float64) for row in p.logits])) for p in parts)
 
-    def save(self, path: Path) -> None:
-        """Write an .npz file that `load` reads."""
+    def save(self, file: BinaryIO) -> None:
+        """Write what `load` reads, in the .npz format."""
         arrays: dict[str, npt.NDArray[Any]] = {"not_checked": np.array(self.not_checked, np.str_)}
         for index, part in enumerate((self.prompt, self.decoded, self.reprompted, *self.rows)):
             arrays[f"{index}.input_ids"] = np.array(part.input_ids, np.int64)
             arrays[f"{index}.positions"] = np.array(part.positions, np.int64)
             arrays[f"{index}.logits"] = part.logits
-        np.savez(path, allow_pickle=False, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
 
     @classmethod
-    def load(cls, path: Path) -> "Reference":
+    def load(cls, file: BinaryIO) -> "Reference":
         """Read what `save` wrote."""
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(file, allow_pickle=False) as arrays:
             prompt, decoded, reprompted, *rows = [
                 Continuation(
                     arrays[f"{index}.input_ids"].tolist(),
@@ -85,9 +86,27 @@ class Reference:
 
 
 class StoredReference:
-    """A reference on disk, for the process that checks; removed with this object."""
+    """A reference on disk, for the process that checks.
+
+    The file has no name, so nothing is left of it however this process ends.
+
+    Raises:
+        KvconvError: The folder for temporary files cannot take it.
+    """
 
     def __init__(self, reference: Reference) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kvconv-verify-")
-        self.path = Path(self._folder.name) / "reference.npz"
-        reference.save(self.path)
+        try:
+            self._file = tempfile.TemporaryFile(prefix="kvconv-verify-")
+            reference.save(self._file)
+            self._file.flush()
+        except OSError as error:
+            raise KvconvError(
+                f"The folder for temporary files, {tempfile.gettempdir()}, cannot take what "
+                f"PyTorch computed for verification: {error.strerror}. Set TMPDIR to another "
+                f"folder, or pass --no-verify."
+            ) from error
+
+    def rewound(self) -> BinaryIO:
+        """Return the file, at its start: what `Reference.load` reads."""
+        self._file.seek(0)
+        return self._file

@@ -71,9 +71,11 @@ class Verifier:
             The result, `passed` or `failed`; see `Verification.require_passed`.
         """
         # -P: without it, -m imports from the current folder first, whatever lies there.
-        command = [sys.executable, "-P", "-m", "kvconv.verify", str(folder), str(reference.path)]
+        command = [sys.executable, "-P", "-m", "kvconv.verify", str(folder)]
         command += [] if self._threads is None else [str(self._threads)]
-        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        child = subprocess.run(
+            command, stdin=reference.rewound(), capture_output=True, text=True, check=False
+        )
         if child.returncode != 0:
             lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
             raise KvconvError(f"The bundle could not be run for verification: {lines[-1]}")
