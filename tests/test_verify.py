@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvconv.errors import KvconvError, VerificationError
+from kvconv.errors import KvconvError, UnsupportedModelError, VerificationError
 from kvconv.manifest import Verification, read_manifest
 from kvconv.names import MANIFEST_FILE
 from kvconv.runtime import Bundle, Session
@@ -231,6 +231,15 @@ def test_model_that_cannot_select_logits_gives_the_same_reference(monkeypatch):
     selected, whole = (_forward(each, ids, positions) for each in (model, Whole(model)))
     assert selected.logits.shape == (3, VOCAB_SIZE)
     np.testing.assert_allclose(whole.logits, selected.logits, atol=1e-5)
+
+
+def test_model_that_overflows_in_pytorch_is_refused():
+    model = tiny_model("llama").half()
+    model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+    with pytest.raises(
+        UnsupportedModelError, match="LlamaForCausalLM in float16 are not finite.*--dtype float32"
+    ):
+        Verifier(prompt_tokens=24).reference(model, None)
 
 
 def test_failed_record_leaves_the_manifest_and_nothing_else(exported, tmp_path, monkeypatch):

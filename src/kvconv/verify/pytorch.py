@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvconv.converter.quiet import quiet
+from kvconv.errors import UnsupportedModelError
 from kvconv.verify.reference import MAX_LOGITS, Continuation, Reference
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ def make_reference(
     prompt_tokens: int | None,
     max_sequence_length: int | None,
 ) -> Reference:
-    """Run PyTorch on every sequence of the checks; see `Verifier` for the arguments."""
+    """Run PyTorch on every sequence of the checks; see `Verifier` for the arguments.
+
+    Raises:
+        UnsupportedModelError: PyTorch's own logits are not finite: the dtype is too narrow for the
+            model, or its weights are broken.
+    """
     config = model.config.get_text_config()
     length, steps, not_checked = _lengths(config, prompt_tokens, max_sequence_length)
     prompt = _prompt_ids(tokenizer, config.vocab_size, length)
@@ -47,13 +53,22 @@ def make_reference(
     tail = prompt[: length // 4 + 1][::-1]
     reprompt = prompt[: length // 2] + tail
     last = range(len(reprompt) - min(most, len(tail)), len(reprompt))
-    return Reference(
+    reference = Reference(
         prompt=_forward(model, prompt, _spread_positions(length, most)),
         decoded=Continuation(decoded.input_ids, decoded.positions[1:], decoded.logits[1:]),
         rows=(_without_last(decoded, steps - batch_steps), *rows),
         reprompted=_forward(model, reprompt, list(last)),
         not_checked=not_checked,
     )
+    if not all(np.isfinite(part.logits).all() for part in reference.parts):
+        dtype = str(model.dtype).removeprefix("torch.")
+        remedy = "Try --dtype float32." if dtype != "float32" else "Its weights may be damaged."
+        raise UnsupportedModelError(
+            f"PyTorch's own logits of this {type(model).__name__} in {dtype} are not finite, so no "
+            f"bundle of it can be right. {remedy}",
+            model_type=config.model_type,
+        )
+    return reference
 
 
 def _lengths(

@@ -51,19 +51,26 @@ class Reference:
     not_checked: tuple[str, ...]
 
     @property
+    def parts(self) -> tuple[Continuation, ...]:
+        """All sequences, in the order in which they are stored."""
+        return (self.prompt, self.decoded, self.reprompted, *self.rows)
+
+    @property
     def spread(self) -> float:
         """How far PyTorch's logits are apart: their standard deviation over the vocabulary.
 
         A mean over positions, of the sequence where it is smallest; so a shift of all logits,
         which changes no probability, does not count.
         """
-        parts = (self.prompt, self.decoded, self.reprompted, *self.rows)
-        return min(float(np.mean([row.std(dtype=np.float64) for row in p.logits])) for p in parts)
+        return min(
+            float(np.mean([row.std(dtype=np.float64) for row in part.logits]))
+            for part in self.parts
+        )
 
     def save(self, file: BinaryIO) -> None:
         """Write what `load` reads, in the .npz format."""
         arrays: dict[str, npt.NDArray[Any]] = {"not_checked": np.array(self.not_checked, np.str_)}
-        for index, part in enumerate((self.prompt, self.decoded, self.reprompted, *self.rows)):
+        for index, part in enumerate(self.parts):
             arrays[f"{index}.input_ids"] = np.array(part.input_ids, np.int64)
             arrays[f"{index}.positions"] = np.array(part.positions, np.int64)
             arrays[f"{index}.logits"] = part.logits
