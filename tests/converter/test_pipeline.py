@@ -135,7 +135,7 @@ def test_report_times_the_stages_in_order(exported):
 def test_failed_verification_leaves_the_old_bundle_and_nothing_else(checkpoint, tmp_path):
     output = tmp_path / "b"
     with bundle.new_bundle(output, overwrite=False) as folder:
-        (folder / names.MANIFEST_FILE).write_text("old")
+        (folder / names.MANIFEST_FILE).write_text('{"files": {}}')
     model, stages = str(checkpoint("llama", num_hidden_layers=1)), []
     with pytest.raises(VerificationError, match="whole prefill.*0.5.*60.0%") as info:
         export(
@@ -143,7 +143,7 @@ def test_failed_verification_leaves_the_old_bundle_and_nothing_else(checkpoint, 
         )
     assert (info.value.max_abs, info.value.tolerance) == (0.5, 1e-3)
     assert stages[-1] == "verify"
-    assert (output / names.MANIFEST_FILE).read_text() == "old"
+    assert (output / names.MANIFEST_FILE).read_text() == '{"files": {}}'
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
