@@ -41,7 +41,7 @@ dev: $(VENV)/.dev  ## make .venv with everything that development needs
 test: test-fast test-native test-real  ## all tests that CI runs
 
 test-fast: $(VENV)/.dev  ## tests on random models and hand-built graphs, under three minutes
-	$(BIN)/python -m pytest -q -m "not real and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not slow"
 
 test-native:  ## the C++ tests and the shape fuzzer under ASan and UBSan
 	@command -v cmake >/dev/null || { $(MAKE) $(VENV)/.dev && $(PIP) cmake; }
