@@ -63,6 +63,11 @@ class KVCache(ABC):
         self._new_binding = new_binding
         self._binding = new_binding()
         self._length = 0
+        self._allocate()
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Make the buffers of an empty cache."""
 
     @property
     def length(self) -> int:
@@ -141,16 +146,9 @@ class KVCache(ABC):
 class SharedBufferCache(KVCache):
     """Buffers of full capacity, allocated once; past and present are the same memory."""
 
-    def __init__(
-        self,
-        layers: Sequence[CacheLayer],
-        batch_size: int,
-        capacity: int,
-        new_binding: Callable[[], onnxruntime.IOBinding],
-    ) -> None:
-        super().__init__(layers, batch_size, capacity, new_binding)
+    def _allocate(self) -> None:
         # The memory is not touched: the system backs a slot only when a token is written to it.
-        self._tensors = self._new_tensors(capacity)
+        self._tensors = self._new_tensors(self.capacity)
         self._bind(self._tensors, self._tensors)
 
     @property
@@ -183,14 +181,7 @@ class SharedBufferCache(KVCache):
 class ConcatCache(KVCache):
     """Tensors exactly as long as the tokens they hold, replaced by longer ones in every run."""
 
-    def __init__(
-        self,
-        layers: Sequence[CacheLayer],
-        batch_size: int,
-        capacity: int,
-        new_binding: Callable[[], onnxruntime.IOBinding],
-    ) -> None:
-        super().__init__(layers, batch_size, capacity, new_binding)
+    def _allocate(self) -> None:
         self._pasts = self._new_tensors(0)
         self._presents: list[CacheTensor] = []
 

@@ -47,7 +47,9 @@ class TokenCache(KVCache):
 
     def __init__(self, batch_size: int, capacity: int) -> None:
         super().__init__((), batch_size, capacity, lambda: None)
-        self.tokens = np.zeros((batch_size, 0), np.int64)
+
+    def _allocate(self):
+        self.tokens = np.zeros((self.batch_size, 0), np.int64)
 
     nbytes = 0
 
