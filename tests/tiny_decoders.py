@@ -23,16 +23,74 @@ _LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_CHUNKED = {
+    "attention_chunk_size": WINDOW,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma3_text": _LLAMA | _WINDOWED | {"query_pre_attn_scalar": 20},
+    "mistral": _LLAMA | {"sliding_window": WINDOW},
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | {"head_dim": 12},
     "gemma2": _LLAMA | _WINDOWED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": _LLAMA | _WINDOWED | {"query_pre_attn_scalar": 20},
+    "phi3": _LLAMA
+    | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}
+    | {"pad_token_id": PAD},
+    "gpt2": _GPT,
     "gpt_neox": _LLAMA,
+    "gptj": _GPT | {"rotary_dim": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"max_position_embeddings": 128},
+    "mixtral": _LLAMA | _EXPERTS | {"sliding_window": None},
+    "gpt_oss": _LLAMA | _EXPERTS | _WINDOWED | {"rope_parameters": _YARN},
+    "deepseek_v3": _LLAMA
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+    },
+    "llama4_text": _LLAMA
+    | _EXPERTS
+    | _CHUNKED
+    | {"intermediate_size_mlp": 48, "moe_layers": [1], "floor_scale": 4},
+    "smollm3": _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "cohere": _LLAMA | {"logit_scale": 1.0},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }
 """Model type -> config; llama has tied embeddings only where a test asks for them."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+"""Value of rope_parameters that makes any rotary model a Llama 3 with scaled positions."""
 
 
 def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
