@@ -9,9 +9,17 @@ from tiny_decoders import tiny_model
 from wrong_bundles import (
     change_weight,
     copy_wrong,
+    drop_alibi,
+    drop_chunks,
+    drop_sinks,
+    drop_softcap,
     drop_window,
     ignore_padding,
+    rotate_all_of_a_head,
+    rotate_halves,
+    skip_query_key_norm,
     swap_cos_and_sin,
+    unscale_rope,
 )
 
 ALL = {
@@ -31,6 +39,14 @@ ALL = {
         ("llama", "float32", swap_cos_and_sin, ALL),
         ("qwen3", "float16", swap_cos_and_sin, ALL),
         ("gemma3_text", "float32", drop_window, ALL),
+        ("gemma2", "float32", drop_softcap, ALL),
+        ("gpt_oss", "float32", drop_sinks, ALL),
+        ("bloom", "float32", drop_alibi, ALL),
+        ("gpt_neox", "float32", rotate_all_of_a_head, ALL),
+        ("gptj", "float32", rotate_halves, ALL),
+        ("qwen3", "float32", skip_query_key_norm, ALL),
+        ("llama3", "float32", unscale_rope, ALL),
+        ("llama4_text", "float32", drop_chunks, ALL),
         ("llama", "float32", ignore_padding, {"left-padded batch"}),
         ("qwen3", "float16", ignore_padding, {"left-padded batch"}),
     ],

@@ -29,6 +29,14 @@ _CHUNKED = {
     "no_rope_layers": [1, 0],
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -40,6 +48,7 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
+    "llama3": _LLAMA | {"model_type": "llama", "rope_parameters": _LLAMA3},
     "mistral": _LLAMA | {"sliding_window": WINDOW},
     "qwen2": _LLAMA,
     "qwen3": _LLAMA | {"head_dim": 12},
@@ -80,17 +89,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "cohere": _LLAMA | {"logit_scale": 1.0},
 }
-"""Model type -> config; llama has tied embeddings only where a test asks for them."""
+"""Model type (or a name, where `model_type` is inside) -> config.
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-"""Value of rope_parameters that makes any rotary model a Llama 3 with scaled positions."""
+llama has tied embeddings only where a test asks for them.
+"""
 
 
 def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
@@ -101,7 +103,8 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | tokens | overrides))
+    settings = {"model_type": model_type} | CONFIGS[model_type] | tokens | overrides
+    config = AutoConfig.for_model(**settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

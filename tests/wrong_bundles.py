@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from kvconv import names
 from kvconv.manifest import file_entry, read_manifest
@@ -38,15 +38,94 @@ def change_weight(folder: Path) -> None:
 
 def drop_window(folder: Path) -> None:
     """Let queries of every layer see all tokens."""
+    _change_attention(folder, lambda node: _set_attribute(node, "window_size", 0))
+
+
+def drop_softcap(folder: Path) -> None:
+    """Leave the scores as they are."""
+    _change_attention(folder, lambda node: _set_attribute(node, "softcap", 0.0))
+
+
+def drop_sinks(folder: Path) -> None:
+    """Let the weights of a query's tokens add up to 1."""
+    _change_attention(folder, lambda node: bool(_take_input(node, "head_sink")))
+
+
+def drop_alibi(folder: Path) -> None:
+    """Weigh near and far tokens alike."""
+    _change_attention(folder, lambda node: bool(_take_input(node, "alibi_slopes")))
+
+
+def drop_chunks(folder: Path) -> None:
+    """Turn every mask that is a bias into the plain causal one."""
 
     def drop(node: onnx.NodeProto) -> bool:
-        changed = False
-        for attribute in node.attribute:
-            if attribute.name == "window_size" and attribute.i:
-                attribute.i, changed = 0, True
-        return changed
+        if not _take_input(node, "attention_bias"):
+            return False
+        node.input[names.FLASH_ATTENTION_INPUTS.index("attention_mask")] = names.ATTENTION_MASK
+        return _set_attribute(node, "causal", 1)
 
     _change_attention(folder, drop)
+
+
+def rotate_all_of_a_head(folder: Path) -> None:
+    """Rotate whole heads of 8 where only a part is rotated: the table is repeated to fit."""
+    repeated: dict[str, onnx.NodeProto] = {}
+
+    def widen(node: onnx.NodeProto) -> bool:
+        for side in ("cos", "sin"):
+            index = names.FLASH_ATTENTION_INPUTS.index(side)
+            table = node.input[index]
+            if table not in repeated:
+                copies = 4 // (_attribute(node, "rotary_dim").i // 2)
+                wide = f"{table}_repeated"
+                repeated[table] = helper.make_node("Concat", [table] * copies, [wide], axis=-1)
+            node.input[index] = repeated[table].output[0]
+        return _set_attribute(node, "rotary_dim", 8)
+
+    _change_attention(folder, widen, after=repeated)
+
+
+def rotate_halves(folder: Path) -> None:
+    """Pair element i with i + R/2 where neighbours are paired."""
+    _change_attention(folder, lambda node: _set_attribute(node, "rotary_interleaved", 0))
+
+
+def skip_query_key_norm(folder: Path) -> None:
+    """Feed the op from the projections, past the norms in between."""
+    graph = onnx.load(folder / names.MODEL_FILE, load_external_data=False).graph
+    producers = {output: node for node in graph.node for output in node.output}
+
+    def skip(node: onnx.NodeProto) -> bool:
+        changed = False
+        for side in ("query", "key"):
+            index = names.FLASH_ATTENTION_INPUTS.index(side)
+            source = node.input[index]
+            while producers[source].op_type not in ("MatMul", "Gemm"):
+                source = next(name for name in producers[source].input if name in producers)
+            changed |= source != node.input[index]
+            node.input[index] = source
+        return changed
+
+    _change_attention(folder, skip)
+
+
+def unscale_rope(folder: Path) -> None:
+    """Rotate with the frequencies of plain rotary embedding, theta 10000, 8 dimensions."""
+    path = folder / names.MODEL_FILE
+    model = onnx.load(path, load_external_data=False)
+    plain = (10000.0 ** -(np.arange(0, 8, 2) / 8)).astype(np.float32)
+    changed = False
+    for weight in model.graph.initializer:
+        if len(weight.external_data) or np.prod(weight.dims) != plain.size:
+            continue
+        values = numpy_helper.to_array(weight)
+        if values.dtype == np.float32 and values.flat[0] < plain[0] and (values > 0).all():
+            tensor = numpy_helper.from_array(plain.reshape(values.shape), weight.name)
+            weight.CopyFrom(tensor)
+            changed = True
+    assert changed
+    path.write_bytes(model.SerializeToString())
 
 
 def ignore_padding(folder: Path) -> None:
@@ -76,16 +155,48 @@ def swap_cos_and_sin(folder: Path) -> None:
     _change_attention(folder, swap)
 
 
+def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
+    return next(attribute for attribute in node.attribute if attribute.name == name)
+
+
+def _set_attribute(node: onnx.NodeProto, name: str, value: float) -> bool:
+    """Set an attribute that the node has; returns whether that changed it."""
+    attribute = _attribute(node, name)
+    changed = helper.get_attribute_value(attribute) != value
+    attribute.CopyFrom(helper.make_attribute(name, value))
+    return bool(changed)
+
+
+def _take_input(node: onnx.NodeProto, name: str) -> str:
+    """Leave out an optional input; returns what it was, or nothing."""
+    index = names.FLASH_ATTENTION_INPUTS.index(name)
+    if index >= len(node.input):
+        return ""
+    was, node.input[index] = node.input[index], ""
+    return str(was)
+
+
 def _change_attention(
     folder: Path,
     change: Callable[[onnx.NodeProto], bool],
     before: list[onnx.NodeProto] | None = None,
+    after: dict[str, onnx.NodeProto] | None = None,
 ) -> None:
-    """Change FlashAttention nodes; at least one change must say that it did something."""
+    """Change FlashAttention nodes; at least one change must say that it did something.
+
+    Args:
+        folder: The bundle.
+        change: Changes one node in place; returns whether it did.
+        before: Nodes that read graph inputs only.
+        after: Name of a value -> a node that reads it; filled by `change`.
+    """
     path = folder / names.MODEL_FILE
     model = onnx.load(path, load_external_data=False)
     nodes = [node for node in model.graph.node if node.op_type == names.OP_NAME]
     assert any([change(node) for node in nodes])  # a list: all nodes are changed
     for index, node in enumerate(before or []):
         model.graph.node.insert(index, node)
+    for value, reader in (after or {}).items():
+        place = next(i for i, node in enumerate(model.graph.node) if value in node.output)
+        model.graph.node.insert(place + 1, reader)
     path.write_bytes(model.SerializeToString())
