@@ -9,7 +9,7 @@ PYTHON_FOLDERS := src converter runtime custom_ops tests recipes
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo dev test test-fast test-native test-real test-all lint fix docs clean
+.PHONY: help demo dev test test-fast test-native test-real test-all lint fix docs models-table clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -69,6 +69,9 @@ fix: $(VENV)/.dev  ## repair what ruff and clang-format can
 
 docs: $(VENV)/.dev  ## regenerate docs/cli.md from --help
 	$(BIN)/python recipes/docs/cli.py > docs/cli.md
+
+models-table: $(VENV)/.dev  ## regenerate docs/models.md from exports (10 minutes)
+	$(BIN)/python recipes/docs/models.py > docs/models.tmp && mv docs/models.tmp docs/models.md
 
 clean:  ## remove what was built (not models/)
 	rm -rf build dist demo $(VENV)
