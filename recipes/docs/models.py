@@ -1,6 +1,8 @@
 """Print docs/models.md: tiny decoders of many kinds, exported in every flavour and verified.
 
-Usage: python recipes/docs/models.py [NAME ...] > docs/models.md     (about 10 minutes; `make models-table`)
+Usage: python recipes/docs/models.py [NAME ...] > docs/models.md
+
+`make models-table` does that; it takes about ten minutes.
 
 The decoders are those of tests/tiny_decoders.py, whose random weights make each feature matter.
 """
@@ -39,11 +41,12 @@ _FEATURES = {
 _HEAD = """\
 # Kinds of decoders
 
-Written by `make models-table` on {threads} threads. Each row is a random decoder of two layers whose weights make its
-features matter (`tests/tiny_decoders.py`), exported in float32. A cell holds the largest difference between any logit
-of the bundle and PyTorch's, over whole prefill, 16 decode steps, rewinding, chunked prefill and a left-padded batch
-(which `gqa` does not take), and the seconds that the export took, verification included. The spread of the logits is
-about 1. Other kinds go the same way: an export that is not exact is refused by its verification.
+Written by `make models-table` on {threads} threads. Each row is a random decoder of two layers
+whose weights make its features matter (`tests/tiny_decoders.py`), exported in float32. A cell holds
+the largest difference between any logit of the bundle and PyTorch's, over whole prefill, 16 decode
+steps, rewinding, chunked prefill and a left-padded batch (which `gqa` does not take), and the
+seconds that the export took, verification included. The spread of the logits is about 1. Other
+kinds go the same way: an export that is not exact is refused by its verification.
 
 | model type | what is special | {flavours} |
 |---|---|{rule}|
