@@ -81,8 +81,13 @@ _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
     "gqa": (*_BEFORE, *_FLASH, gqa, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
-_MUST_FIRE = (flash.NAME, standard.NAME, gqa.NAME)
-"""Rules that must rewrite every attention."""
+_PLACEHOLDER = (names.TRACE_ATTENTION, names.TRACE_DOMAIN)
+_MUST_REWRITE = {
+    flash.NAME: _PLACEHOLDER,
+    standard.NAME: _PLACEHOLDER,
+    gqa.NAME: (names.OP_NAME, names.OP_DOMAIN),
+}
+"""Rules that must rewrite every attention -> operator and domain of what they rewrite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +131,7 @@ def rewrite(
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
     editor = Editor(graph, max_sequence_length=max_sequence_length)
-    placeholders = find(graph, names.TRACE_ATTENTION, names.TRACE_DOMAIN)
-    expected = len(placeholders)
+    placeholders = find(graph, *_PLACEHOLDER)
     if not placeholders and not num_logits.is_done(graph):
         raise RewriteError(
             f"The graph has no {names.TRACE_DOMAIN}::{names.TRACE_ATTENTION} node, so there is "
@@ -140,15 +144,17 @@ def rewrite(
     for rule in _RULES[attention]:
         if rule.NAME == standard.NAME:
             masks = calls.evaluate_masks(graph, placeholders)  # while there are masks to ask
+        target = _MUST_REWRITE.get(rule.NAME)
+        expected = len(find(graph, *target)) if target else 0
         outcome = rule.apply(editor)
         if rule.NAME == heads.NAME:
             masks = calls.read_masks(graph)  # before another flavour's nodes take over
         counts[rule.NAME] = counts.get(rule.NAME, 0) + outcome.count
         refusals += outcome.refusals
-        if rule.NAME in _MUST_FIRE and outcome.count < expected:
+        if outcome.count < expected:
             raise _error(expected, outcome.count, outcome.refusals)
     if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
-        raise _error(expected, expected, stray)
+        raise _error(len(placeholders), len(placeholders), stray)
     windows, differences = calls.check(said, masks)
     return RewriteReport(counts, (*refusals, *differences), windows)
 
