@@ -58,7 +58,7 @@ def export(
         traced = _trace(model, options, verifier, folder, stages)
         release_memory()
         with stages("rewrite"):
-            report = _rewrite(folder, options)
+            report = _rewrite(folder, options, traced.max_sequence_length)
         with stages("finish"):
             manifest = _finish(folder, options, traced, report)
         verification = manifest.verification
@@ -191,12 +191,17 @@ def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folde
             save_tokenizer(tokenizer, folder)
 
 
-def _rewrite(folder: Path, options: ExportOptions) -> "RewriteReport":
+def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> "RewriteReport":
     from kvconv.converter.rewrite import read_graph, rewrite, write_graph
 
     path = folder / names.MODEL_FILE
     graph = read_graph(path)
-    report = rewrite(graph, attention=options.attention, opset=options.opset)
+    report = rewrite(
+        graph,
+        attention=options.attention,
+        opset=options.opset,
+        max_sequence_length=max_sequence_length,
+    )
     write_graph(graph, path)
     return report
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvconv.errors import CacheFullError, PromptError
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.chat_template import ChatTemplate, Message
+from kvconv.runtime.flavour_check import check_prompts, takes_chunks
 from kvconv.runtime.kv_cache import KVCache
 from kvconv.runtime.ort_options import Provider
 from kvconv.runtime.row import GenerationEvent, Row
@@ -163,7 +164,9 @@ class Generator:
         Raises:
             PromptError: A prompt is empty.
             CacheFullError: The longest prompt leaves no room for a token; nothing has run.
+            FlavourError: The bundle takes no padding, and the prompts' lengths differ.
         """
+        check_prompts(self.session.manifest.attention, prompts)
         if cache is None:
             cache = self.new_cache(prompts, params)
         if cache.length > 0 or cache.batch_size != len(prompts):
@@ -195,7 +198,7 @@ class Generator:
             cache: Grows by sequence_length.
             input_ids: [batch_size, sequence_length].
             attention_mask: [batch_size, cache.length + sequence_length or wider]; None for ones.
-            chunk_tokens: Tokens per row and run, >= 1.
+            chunk_tokens: Tokens per row and run, >= 1; all where the flavour takes no chunks.
             out: [batch_size, 1, vocab_size] to write into; None for a new array.
 
         Returns:
@@ -205,6 +208,8 @@ class Generator:
             CacheFullError: The prompts do not fit; nothing has run.
         """
         cache.check_room(input_ids.shape[1])
+        if not takes_chunks(self.session.manifest.attention, cache.batch_size):
+            chunk_tokens = input_ids.shape[1]
         logits = self._run(cache, input_ids[:, :chunk_tokens], attention_mask, out)
         for start in range(chunk_tokens, input_ids.shape[1], chunk_tokens):
             chunk = input_ids[:, start : start + chunk_tokens]

@@ -1,8 +1,8 @@
 """KV caches: who owns the memory of keys and values, and how a run sees it.
 
-`SharedBufferCache` (flash bundles) binds past and present to the same memory, so a run copies
-nothing; `ConcatCache` (standard bundles) takes each run's longer presents as the next pasts. Both
-live in host memory. Rings, blocks and quantised elements can come behind the same interface.
+`SharedBufferCache` (flash and gqa bundles) binds past and present to the same memory, so a run
+copies nothing; `ConcatCache` (standard bundles) takes each run's longer presents as the next pasts.
+Both live in host memory. Rings, blocks and quantised elements can come behind the same interface.
 """
 
 from abc import ABC, abstractmethod

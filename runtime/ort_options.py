@@ -8,6 +8,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 from kvconv import custom_ops, names
 from kvconv.errors import LibraryError, ProviderError
+from kvconv.flavour import FLAVOURS
 from kvconv.runtime.bundle import Bundle
 
 Provider = Literal["cpu", "cuda"]
@@ -108,10 +109,10 @@ def execution_providers(bundle: Bundle, provider: Provider) -> list[str]:
         )
     if provider == "cpu":
         return [_PROVIDERS["cpu"]]
-    if bundle.manifest.op_version is not None:
-        # ONNX Runtime would run the op on the CPU and copy every cache to and fro, in silence.
+    if FLAVOURS[bundle.manifest.attention].shared_buffer:
+        # Buffers lie in host memory: ONNX Runtime would copy every cache to and fro, in silence.
         raise ProviderError(
-            f"The op library has no CUDA kernel for the {bundle.manifest.attention} attention of "
+            f"kvconv has no CUDA kernel for the {bundle.manifest.attention} attention of "
             f"{bundle.path}. Use --provider cpu, or export with --attention standard.",
             provider=provider,
             available=["cpu"],

@@ -10,8 +10,10 @@ import onnxruntime
 
 from kvconv import memory, names, plan
 from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
+from kvconv.flavour import FLAVOURS
 from kvconv.manifest import Manifest
 from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.flavour_check import check_run
 from kvconv.runtime.kv_cache import ConcatCache, KVCache, SharedBufferCache
 from kvconv.runtime.ort_options import (
     ORT_ERRORS,
@@ -115,7 +117,8 @@ class Session:
                 f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
                 f"max_sequence_length (--max-sequence-length) takes less"
             )
-        kind = SharedBufferCache if self.manifest.attention == "flash" else ConcatCache
+        shared_buffer = FLAVOURS[self.manifest.attention].shared_buffer
+        kind = SharedBufferCache if shared_buffer else ConcatCache
         return kind(
             self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
         )
@@ -147,6 +150,7 @@ class Session:
 
         Raises:
             CacheFullError: The tokens do not fit; nothing is written and nothing has run.
+            FlavourError: The bundle's attention does not take such a run; nothing has run.
         """
         ids = _int64("input_ids", input_ids)
         if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
@@ -163,6 +167,12 @@ class Session:
             np.ones((batch_size, total), np.int64) if attention_mask is None else attention_mask,
             (batch_size, total),
         )
+        positions = _array(
+            "position_ids",
+            _positions(mask, cache.length) if position_ids is None else position_ids,
+            ids.shape,
+        )
+        check_run(self.manifest.attention, mask, positions)
         kept = min(num_logits_to_keep or sequence_length, sequence_length)
         shape = (batch_size, kept, self.manifest.vocab_size)
         logits = np.empty(shape, np.float32) if out is None else out
@@ -173,8 +183,7 @@ class Session:
         binding.bind_cpu_input(names.INPUT_IDS, ids)
         binding.bind_cpu_input(names.ATTENTION_MASK, mask)
         if names.POSITION_IDS in self.manifest.inputs:
-            positions = _positions(mask, cache.length) if position_ids is None else position_ids
-            binding.bind_cpu_input(names.POSITION_IDS, _array("position_ids", positions, ids.shape))
+            binding.bind_cpu_input(names.POSITION_IDS, positions)
         # bind_cpu_input does not find overridable initializers.
         keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(num_logits_to_keep, np.int64))
         binding.bind_ortvalue_input(names.NUM_LOGITS_TO_KEEP, keep)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvconv.cli.verify import describe
 from kvconv.errors import KvconvError, UnsupportedModelError, VerificationError
 from kvconv.manifest import Verification, read_manifest
 from kvconv.names import MANIFEST_FILE
@@ -28,7 +29,7 @@ from kvconv.verify import (
 )
 from kvconv.verify.checks import run_checks
 from kvconv.verify.pytorch import _forward, make_reference
-from tiny_bundle import VOCAB_SIZE
+from tiny_bundle import VOCAB_SIZE, TinyDecoder, write_bundle
 from tiny_decoders import tiny_model
 
 LIMITS = Limits(max_abs=1e-3, tie=1e-3)
@@ -170,6 +171,44 @@ def test_process_that_checks_imports_neither_torch_nor_the_converter():
     )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert result.stdout == "[]\n", result.stderr
+
+
+def tiny_reference(decoder, length):
+    """Return what PyTorch would say about a hand-built decoder, from its float64 reference."""
+    random = np.random.default_rng(length)
+    prompt = random.integers(0, 256, length).tolist()
+    other = [*prompt[: length // 2], *random.integers(0, 256, length // 4 + 1).tolist()]
+
+    def logits(ids, first=0):
+        positions = list(range(first, len(ids)))
+        return Continuation(ids, positions, decoder.reference(ids)[first:].astype(np.float32))
+
+    decoded = logits([*prompt, 7], length)
+    return Reference(
+        logits(prompt), decoded, (decoded,), logits(other, length // 2), ("a sentence",)
+    )
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 25])
+def test_flavour_without_padding_runs_an_equal_length_batch_and_says_so(tmp_path, length):
+    decoder = TinyDecoder()
+    bundle = Bundle.open(write_bundle(tmp_path / "bundle", decoder=decoder, attention="gqa"))
+    session, reference = Session(bundle, threads=1), tiny_reference(decoder, length)
+    result = run_checks(session, bundle.manifest, reference)
+    assert result.status == "passed"
+    assert [check.name for check in result.checks] == [
+        "whole prefill", "decode, 1 steps", "rewind and re-prompt", "chunked prefill",
+        "equal-length batch",
+    ]  # fmt: skip
+    sentence = "left-padded batch: the gqa flavour takes no padding"
+    assert result.not_checked == ("a sentence", sentence)
+    assert f"not checked: {sentence}" in describe(result)
+    # Either sequence's last logits being wrong fails the batch.
+    for part in (reference.prompt, reference.reprompted):
+        row = min(len(part.logits), len(reference.reprompted.input_ids)) - 1
+        part.logits[row] += 1
+        assert not run_checks(session, bundle.manifest, reference).checks[-1].passed
+        part.logits[row] -= 1
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5, 17])

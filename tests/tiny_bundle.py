@@ -8,7 +8,6 @@ same logits in numpy float64 without a cache.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import onnx
@@ -16,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvconv import names
-from kvconv.manifest import CacheLayer, Manifest, Source, file_entry
+from kvconv.manifest import AttentionFlavour, CacheLayer, Manifest, Source, file_entry
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 259
@@ -87,9 +86,7 @@ class TinyDecoder:
         merged = heads.transpose(1, 0, 2).reshape(len(tokens), -1)
         return (hidden + merged @ w["o_proj"]) @ w["lm_head"]
 
-    def graph(
-        self, attention: Literal["standard", "flash"], cache_dtype: str = "float32"
-    ) -> onnx.ModelProto:
+    def graph(self, attention: AttentionFlavour, cache_dtype: str = "float32") -> onnx.ModelProto:
         """Return the graph with kvconv's names: pasts in, presents out."""
         constants = dict(self.weights)
         nodes: list[onnx.NodeProto] = []
@@ -114,6 +111,23 @@ class TinyDecoder:
                     ["q", "k", "v", names.past_key(0), names.past_value(0), names.ATTENTION_MASK],
                     ["merged", names.present_key(0), names.present_value(0)],
                     domain=names.OP_DOMAIN,
+                    num_heads=NUM_HEADS,
+                    kv_num_heads=1,
+                )
+            )
+        elif attention == "gqa":
+            ones = add(
+                "ReduceSum", [names.ATTENTION_MASK, constant("row", [1])], "ones", keepdims=0
+            )
+            last = add("Sub", [ones, constant("one", 1)], "last_slot")
+            shape = add("Shape", [names.ATTENTION_MASK], "total", start=1)
+            lengths = [add("Cast", [x], f"{x}_int32", to=TensorProto.INT32) for x in (last, shape)]
+            nodes.append(
+                helper.make_node(
+                    names.GROUP_QUERY_ATTENTION,
+                    ["q", "k", "v", names.past_key(0), names.past_value(0), *lengths],
+                    ["merged", names.present_key(0), names.present_value(0)],
+                    domain=names.ORT_DOMAIN,
                     num_heads=NUM_HEADS,
                     kv_num_heads=1,
                 )
@@ -148,7 +162,8 @@ class TinyDecoder:
         ]
         initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
         graph = helper.make_graph(nodes, "tiny", inputs, outputs, initializers)
-        opsets = [helper.make_opsetid("", 18), helper.make_opsetid(names.OP_DOMAIN, 1)]
+        domains = {"": 18, names.OP_DOMAIN: 1, names.ORT_DOMAIN: 1}
+        opsets = [helper.make_opsetid(*entry) for entry in domains.items()]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
     @staticmethod
@@ -190,7 +205,7 @@ def write_bundle(
     folder: Path,
     *,
     decoder: TinyDecoder | None = None,
-    attention: Literal["standard", "flash"] = "standard",
+    attention: AttentionFlavour = "standard",
     cache_dtype: str = "float32",
     eos_token_ids: tuple[int, ...] = (EOS,),
     chat_template: str | None = CHAT_TEMPLATE,
@@ -212,7 +227,7 @@ def write_bundle(
 def write_manifest(
     folder: Path,
     model: onnx.ModelProto,
-    attention: Literal["standard", "flash"] = "standard",
+    attention: AttentionFlavour = "standard",
     cache_dtype: str = "float32",
     eos_token_ids: tuple[int, ...] = (EOS,),
 ) -> Manifest:

@@ -21,15 +21,15 @@ The flash flavour, in order, and why:
 10. `cache_use`           A check: nothing but the op may look at the cache.
 11. `calls`               A check: what attention calls said against what their masks say.
 
-The standard flavour replaces 3 to 6 by `standard` (ONNX Attention or decomposed operators), and
-has no use for 10.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 6. The standard flavour
+replaces 3 to 6 by `standard` (ONNX Attention or decomposed operators), and has no use for 10.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import onnx_graphsurgeon as gs
 
@@ -39,6 +39,7 @@ from kvconv.converter.rewrite import (
     calls,
     flash,
     float32_logits,
+    gqa,
     heads,
     mask,
     num_logits,
@@ -50,6 +51,8 @@ from kvconv.converter.rewrite import (
 from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find
 from kvconv.converter.rewrite.io import read_graph, restore_overridable, write_graph
 from kvconv.errors import RewriteError
+from kvconv.flavour import FLAVOURS
+from kvconv.manifest import AttentionFlavour
 
 __all__ = [
     "Refusal",
@@ -72,12 +75,19 @@ class Rule(Protocol):
 
 _BEFORE: tuple[Rule, ...] = (tidy, past_length)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
-_RULES: dict[str, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, flash, mask, rotary, heads, *_AFTER),
+_FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads)
+_RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
+    "flash": (*_BEFORE, *_FLASH, *_AFTER),
+    "gqa": (*_BEFORE, *_FLASH, gqa, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
-_MUST_FIRE = (flash.NAME, standard.NAME)
-"""Rules that must rewrite every placeholder."""
+_PLACEHOLDER = (names.TRACE_ATTENTION, names.TRACE_DOMAIN)
+_MUST_REWRITE = {
+    flash.NAME: _PLACEHOLDER,
+    standard.NAME: _PLACEHOLDER,
+    gqa.NAME: (names.OP_NAME, names.OP_DOMAIN),
+}
+"""Rules that must rewrite every attention -> operator and domain of what they rewrite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,11 @@ class RewriteReport:
 
 
 def rewrite(
-    graph: gs.Graph, *, attention: Literal["flash", "standard"], opset: int
+    graph: gs.Graph,
+    *,
+    attention: AttentionFlavour,
+    opset: int,
+    max_sequence_length: int | None = None,
 ) -> RewriteReport:
     """Rewrite a traced graph in place.
 
@@ -106,6 +120,8 @@ def rewrite(
             already, which changes nothing.
         attention: Flavour of the attention nodes.
         opset: Version of the default ONNX domain that the graph uses.
+        max_sequence_length: Most tokens a cache will hold; without it the gqa flavour leaves
+            rotation outside its nodes.
 
     Raises:
         RewriteError: The graph has no attention, a placeholder could not be rewritten, or
@@ -114,9 +130,8 @@ def rewrite(
     """
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
-    editor = Editor(graph)
-    placeholders = find(graph, names.TRACE_ATTENTION, names.TRACE_DOMAIN)
-    expected = len(placeholders)
+    editor = Editor(graph, max_sequence_length=max_sequence_length)
+    placeholders = find(graph, *_PLACEHOLDER)
     if not placeholders and not num_logits.is_done(graph):
         raise RewriteError(
             f"The graph has no {names.TRACE_DOMAIN}::{names.TRACE_ATTENTION} node, so there is "
@@ -129,15 +144,17 @@ def rewrite(
     for rule in _RULES[attention]:
         if rule.NAME == standard.NAME:
             masks = calls.evaluate_masks(graph, placeholders)  # while there are masks to ask
+        target = _MUST_REWRITE.get(rule.NAME)
+        expected = len(find(graph, *target)) if target else 0
         outcome = rule.apply(editor)
+        if rule.NAME == heads.NAME:
+            masks = calls.read_masks(graph)  # before another flavour's nodes take over
         counts[rule.NAME] = counts.get(rule.NAME, 0) + outcome.count
         refusals += outcome.refusals
-        if rule.NAME in _MUST_FIRE and outcome.count < expected:
+        if outcome.count < expected:
             raise _error(expected, outcome.count, outcome.refusals)
-    if attention == "flash":
-        if stray := cache_use.check(graph):
-            raise _error(expected, expected, stray)
-        masks = calls.read_masks(graph)
+    if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
+        raise _error(len(placeholders), len(placeholders), stray)
     windows, differences = calls.check(said, masks)
     return RewriteReport(counts, (*refusals, *differences), windows)
 

@@ -1,4 +1,4 @@
-"""Check `cache_use`: in the flash flavour nothing but FlashAttention looks at the cache.
+"""Check `cache_use`: where the cache may be a shared buffer nothing but the op looks at it.
 
 In the shared buffer mode a cache holds stale and unwritten slots and its dimension 2 is a
 capacity, so any other reader would compute nonsense without an error.
@@ -10,6 +10,10 @@ from kvconv import names
 from kvconv.converter.rewrite.graph import Refusal, is_past
 
 NAME = "cache_use"
+_OPS = (
+    (names.OP_DOMAIN, names.OP_NAME),
+    (names.ORT_DOMAIN, names.GROUP_QUERY_ATTENTION),
+)
 
 
 def check(graph: gs.Graph) -> tuple[Refusal, ...]:
@@ -20,5 +24,5 @@ def check(graph: gs.Graph) -> tuple[Refusal, ...]:
         Refusal(NAME, node.name or node.op, f"it reads {tensor.name} ({node.op})")
         for tensor in cached
         for node in tensor.outputs
-        if (node.domain, node.op) != (names.OP_DOMAIN, names.OP_NAME)
+        if (node.domain, node.op) not in _OPS
     )

@@ -58,10 +58,12 @@ class Editor:
 
     Attributes:
         graph: The graph being edited, in place.
+        max_sequence_length: Most tokens a cache of this model will hold; None if not known.
     """
 
-    def __init__(self, graph: gs.Graph) -> None:
+    def __init__(self, graph: gs.Graph, *, max_sequence_length: int | None = None) -> None:
         self.graph = graph
+        self.max_sequence_length = max_sequence_length
         self._names = set(graph.tensors()) | {node.name for node in graph.nodes}
         self._names |= {tensor.name for tensor in [*graph.inputs, *graph.outputs]}
         self._constants: dict[object, gs.Constant] = {}

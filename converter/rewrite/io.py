@@ -8,6 +8,8 @@ import onnx_graphsurgeon as gs
 from kvconv import names
 
 _OVERRIDABLE = (names.NUM_LOGITS_TO_KEEP,)
+_VERSIONS = {names.OP_DOMAIN: names.OP_VERSION, names.ORT_DOMAIN: 1}
+"""Versions of the operator domains that rules write."""
 
 
 def read_graph(path: Path) -> gs.Graph:
@@ -23,7 +25,7 @@ def write_graph(graph: gs.Graph, path: Path) -> None:
     """
     domains = {node.domain or "" for node in graph.nodes} | {""}
     imports = {entry.domain: entry.version for entry in graph.import_domains or []}
-    imports |= {domain: names.OP_VERSION for domain in domains if domain == names.OP_DOMAIN}
+    imports |= {domain: version for domain, version in _VERSIONS.items() if domain in domains}
     imports.setdefault("", graph.opset)
     model = gs.export_onnx(
         graph,

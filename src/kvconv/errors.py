@@ -103,6 +103,18 @@ class CacheFullError(KvconvError):
         self.capacity = capacity
 
 
+class FlavourError(KvconvError):
+    """A run has something that the bundle's attention flavour does not take; nothing has run.
+
+    Attributes:
+        attention: The flavour.
+    """
+
+    def __init__(self, message: str, *, attention: str) -> None:
+        super().__init__(message)
+        self.attention = attention
+
+
 class PromptError(KvconvError):
     """A prompt cannot be used: it is empty, or the bundle has no chat template for it."""
 

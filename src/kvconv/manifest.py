@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
-AttentionFlavour = Literal["flash", "standard"]
+AttentionFlavour = Literal["flash", "standard", "gqa"]
 ActivationDtype = Literal["float32", "float16"]
 CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]

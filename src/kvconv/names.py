@@ -24,6 +24,10 @@ OP_NAME = "FlashAttention"
 OP_VERSION = 1
 """Version of the operator domain that this kvconv writes and runs."""
 
+ORT_DOMAIN = "com.microsoft"
+"""Domain of ONNX Runtime's own operators."""
+GROUP_QUERY_ATTENTION = "GroupQueryAttention"
+
 TRACE_DOMAIN = "kvconv.trace"
 """Domain of the placeholder node that tracing writes; no finished model contains it."""
 TRACE_ATTENTION = "Attention"

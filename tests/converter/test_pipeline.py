@@ -21,7 +21,13 @@ EXPORTS = {
     "gpt2 flash": ("gpt2", {"max_sequence_length": 100}),
     "qwen3 float16": ("qwen3", {"dtype": "float16"}),
     "gemma2 standard 18": ("gemma2", {"attention": "standard", "opset": 18}),
+    "gemma3 gqa": ("gemma3_text", {"attention": "gqa"}),
 }
+OPERATORS = {
+    "flash": (names.OP_DOMAIN, names.OP_NAME, names.OP_VERSION),
+    "gqa": (names.ORT_DOMAIN, names.GROUP_QUERY_ATTENTION, 1),
+}
+"""Flavour -> domain, type and domain version of its attention nodes, where they are no standard."""
 
 
 @pytest.fixture(params=EXPORTS, scope="session")
@@ -89,13 +95,14 @@ def test_no_trace_of_tracing_is_left_in_the_graph(report):
     manifest = read_manifest(report.path)
     operators = {(node.domain, node.op_type) for node in model.graph.node}
     domains = {entry.domain: entry.version for entry in model.opset_import}
-    if manifest.attention == "flash":
-        assert (names.OP_DOMAIN, names.OP_NAME) in operators
-        assert domains == {"": manifest.opset, names.OP_DOMAIN: names.OP_VERSION}
+    assert manifest.op_version == (names.OP_VERSION if manifest.attention == "flash" else None)
+    if manifest.attention in OPERATORS:
+        domain, operator, version = OPERATORS[manifest.attention]
+        assert (domain, operator) in operators
+        assert domains == {"": manifest.opset, domain: version}
     else:
         assert {domain for domain, _ in operators} == {""}
         assert domains == {"": manifest.opset}
-        assert manifest.op_version is None
 
 
 def test_manifest_states_windows_and_dtypes(exported):
@@ -112,6 +119,7 @@ def test_manifest_states_windows_and_dtypes(exported):
         "gpt2 flash": (layer(heads=4), layer(heads=4)),
         "qwen3 float16": (layer("float16"), layer("float16")),
         "gemma2 standard 18": (layer(window=WINDOW), layer()),
+        "gemma3 gqa": (layer(window=WINDOW), layer()),
     }
 
 

@@ -3,6 +3,7 @@
 Run with `make test-real`, which fetches both models. Each bundle is exported once.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,9 +18,13 @@ from click.testing import CliRunner
 from kvconv import custom_ops
 from kvconv.cli import main
 from kvconv.converter.load import load_model
+from kvconv.converter.rewrite import read_graph, rewrite, write_graph
+from kvconv.manifest import file_entry, read_manifest
 from kvconv.names import (
     LOGITS,
+    MODEL_FILE,
     NUM_LOGITS_TO_KEEP,
+    POSITION_IDS,
     past_key,
     past_value,
     present_key,
@@ -128,6 +133,35 @@ def test_standard_and_flash_agree_in_concat_mode_in_plain_onnxruntime(export):
     for wanted, found in zip(standard, flash, strict=True):
         valid = mask[:, -wanted.shape[1] :] == 1
         np.testing.assert_allclose(found[valid], wanted[valid], atol=2e-4, rtol=0)
+
+
+def test_gqa_gives_the_tokens_of_flash(export, tmp_path):
+    """The flash bundle's nodes become gqa's, over the same weights."""
+    flash = export("smollm2")
+    manifest = read_manifest(flash)
+    graph = read_graph(flash / MODEL_FILE)
+    limit = manifest.max_sequence_length
+    report = rewrite(graph, attention="gqa", opset=23, max_sequence_length=limit)
+    assert report.counts["gqa"] == 30
+    assert report.refusals == ()
+    write_graph(graph, tmp_path / MODEL_FILE)
+    for name in manifest.files:
+        if name != MODEL_FILE:
+            (tmp_path / name).symlink_to(flash / name)
+    dataclasses.replace(
+        manifest,
+        attention="gqa",
+        op_version=None,
+        inputs=tuple(name for name in manifest.inputs if name != POSITION_IDS),
+        files={**manifest.files, MODEL_FILE: file_entry(tmp_path / MODEL_FILE)},
+    ).write(tmp_path)
+    tokens = []
+    for bundle in (flash, tmp_path):
+        generator = Generator.open(bundle)
+        prompt = generator.encode(PROMPTS[-1])
+        events = generator.generate([prompt], SamplingParams(max_new_tokens=16))
+        tokens.append([event.token_id for event in events])
+    assert tokens[0] == tokens[1]
 
 
 def test_num_logits_to_keep_is_overridable(real):

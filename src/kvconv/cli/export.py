@@ -12,6 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
 from kvconv.cli.verify import describe
+from kvconv.flavour import FLAVOURS
 from kvconv.names import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class _Dtype(click.Choice[str]):
     help="Type of weights and activations.",
 )  # fmt: skip
 @click.option(
-    "--attention", type=click.Choice(["flash", "standard"]), default="flash", show_default=True,
-    help="flash: kvconv's own op, in-place cache. standard: ONNX operators only.",
+    "--attention", type=click.Choice(list(FLAVOURS)), default="flash", show_default=True,
+    help="flash: kvconv's own op, in-place cache. standard: ONNX operators only. gqa: ONNX "
+    "Runtime's GroupQueryAttention, in-place cache, no padding.",
 )  # fmt: skip
 @click.option(
     "--max-sequence-length", type=click.IntRange(min=2), metavar="TOKENS",

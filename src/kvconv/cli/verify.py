@@ -33,8 +33,8 @@ def command(
     """Compare a bundle's logits with PyTorch's, and record the result in its manifest.
 
     Needs the model that the bundle was exported from. Runs whole and chunked prefill, decode, a
-    left-padded batch, and rewind. Exit code 1 when a check exceeds the
-    tolerance of the bundle's dtype.
+    left-padded batch, and rewind, as far as the bundle's attention takes them. Exit code 1 when a
+    check exceeds the tolerance of the bundle's dtype.
     """
     manifest = read_manifest(bundle)
     source = manifest.source

@@ -8,7 +8,8 @@ are never held at once, and the runtime is checked without PyTorch beside it. Th
 2. chunked prefill: the same prompt in runs of odd sizes.
 3. decode: 16 tokens, one a run.
 4. left-padded batch: prompts of unequal length in one batch, prefilled in chunks, then 4 tokens,
-   against single runs.
+   against single runs. A flavour that takes no padding runs two sequences of equal length instead,
+   and the result says so.
 5. rewind and re-prompt: back to the middle of the prompt, then another continuation.
 
 The prompt crosses sliding windows twice where they are at most 1,024 tokens. Importing this

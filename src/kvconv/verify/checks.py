@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvconv.flavour import FLAVOURS
 from kvconv.manifest import Manifest, Verification
 from kvconv.verify.logits import Limits, compare_logits
 from kvconv.verify.reference import MAX_LOGITS, Continuation, FloatArray, Reference
@@ -17,10 +18,11 @@ _MAX_WHOLE_LOGITS = 2**25
 """Most logits, tokens x vocab_size, that the whole prefill returns for every token: 134 MB."""
 _CHUNKS = (1, 3, 17, 64, 31, 128, 257)
 _PADDED_CHUNK = 96
+_BATCH_STEPS = 4
 
 
 def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> Verification:
-    """Run all checks of this package's list against a reference."""
+    """Run the checks of this package's list that the attention flavour takes; name the others."""
     limits = Limits.of(manifest.dtype, reference.spread)
     prompt, decoded = reference.prompt, reference.decoded
     length = len(prompt.input_ids)
@@ -47,17 +49,22 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     cache.reset()
     check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
 
-    # 4. left-padded batch
-    check(
-        "left-padded batch",
-        *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
-    )
+    # 4. left-padded batch, or one of equal lengths
+    not_checked = reference.not_checked
+    if FLAVOURS[manifest.attention].padding:
+        check(
+            "left-padded batch",
+            *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
+        )
+    else:
+        check("equal-length batch", *_equal_batch(session, prompt, again))
+        not_checked += (f"left-padded batch: the {manifest.attention} flavour takes no padding",)
 
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",
         tolerance=limits.max_abs,
         checks=tuple(checks),
-        not_checked=reference.not_checked,
+        not_checked=not_checked,
     )
 
 
@@ -119,6 +126,31 @@ def _padded_batch(
         tokens = np.array([[row.input_ids[step - steps]] for row in rows], np.int64)
         runs.append(session.run(cache, tokens, attention_mask=mask[:, : width + step + 1]))
     return np.concatenate(np.concatenate(runs, axis=1)), np.concatenate([r.logits for r in rows])
+
+
+def _equal_batch(
+    session: "Session", prompt: Continuation, other: Continuation
+) -> tuple[FloatArray, FloatArray]:
+    """Run two sequences as one batch, the first cut to the other's length; the last tokens singly.
+
+    Returns:
+        Found and wanted logits of both sequences, at those of the other's positions that are known.
+    """
+    length, first = len(other.input_ids), other.positions[0]
+    steps = min(_BATCH_STEPS, length - 1)
+    input_ids = np.array([prompt.input_ids[:length], other.input_ids], np.int64)
+    cache = session.new_cache(2, length)
+    whole, kept = input_ids[:, : length - steps], length - steps - first
+    runs = [session.run(cache, whole, num_logits_to_keep=max(1, kept))]
+    runs += [session.run(cache, input_ids[:, i : i + 1]) for i in range(length - steps, length)]
+    logits = np.concatenate(runs, axis=1)
+    start = length - logits.shape[1]
+    found, wanted = [], []
+    for row, sequence in zip(logits, (prompt, other), strict=True):
+        known = [i for i, at in enumerate(sequence.positions) if start <= at < length]
+        found.append(row[[sequence.positions[i] - start for i in known]])
+        wanted.append(sequence.logits[known])
+    return np.concatenate(found), np.concatenate(wanted)
 
 
 def _row(input_ids: list[int]) -> npt.NDArray[np.int64]:
