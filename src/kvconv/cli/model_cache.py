@@ -18,7 +18,6 @@ import click
 
 from kvconv import __version__
 from kvconv.cli.common import Dtype, needs_extra, print_status
-from kvconv.cli.stages import StageLines
 from kvconv.errors import ExportError, ModelNotFoundError, OutputExistsError
 from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
@@ -152,6 +151,7 @@ def _export(model: str, output: Path, options: ModelOptions) -> None:
     print_status(f"{model} is no bundle: exporting it as a model, once")
     hub_cache = os.environ.get("KVCONV_CACHE_DIR")
     with needs_extra("cpu,export"):
+        from kvconv.cli.stages import StageLines
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier
 

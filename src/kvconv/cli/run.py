@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from kvconv.cli.batch import run_prompts
 from kvconv.cli.common import Command, needs_extra
 from kvconv.cli.generation import generate
 from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
@@ -117,6 +116,8 @@ def command(
             use_bundle_library=use_bundle_library,
         )
         if many is not None:
+            from kvconv.cli.batch import run_prompts
+
             run_prompts(
                 generator,
                 many,
