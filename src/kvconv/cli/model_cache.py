@@ -164,10 +164,12 @@ def _export(model: str, output: Path, options: ModelOptions) -> None:
         try:
             with StageLines() as stages:
                 export(model, output, export_options, Verifier(), progress=stages)
-        except OutputExistsError:
+        except OutputExistsError as error:
+            # With a bundle there, another process exported the same and was faster.
             if not (output / MANIFEST_FILE).is_file():
-                raise
-            # Another process exported the same and was faster.
+                raise OutputExistsError(
+                    f"{error} {CACHE_VARIABLE} names the folder for kept bundles.", path=error.path
+                ) from error
         except ExportError as error:
             raise ExportError(
                 f"{error} `kvconv export` takes more options; then run the bundle that it writes."

@@ -1,4 +1,4 @@
-"""`kvconv run`: generate text from a bundle, streamed to stdout."""
+"""`kvconv run`: generate text from a bundle or a model, for one prompt or many."""
 
 import contextlib
 import io
