@@ -3,8 +3,10 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -239,6 +241,22 @@ def test_ctrl_c_leaves_whole_lines(bundle, file, wanted):
     assert result.stdout.endswith("\n")
     assert printed == wanted[: len(printed)]
     assert 0 < len(printed) < len(wanted)
+
+
+def test_ctrl_c_while_the_reader_is_slow_leaves_whole_lines(bundle, tmp_path):
+    line = {"prompt": "a", "id": "x" * 300_000, "max_new_tokens": 1}  # more than a pipe holds
+    file = tmp_path / "long"
+    file.write_text("\n".join([json.dumps(line)] * 3))
+    process = subprocess.Popen(
+        [*MAIN, bundle, "--prompts", str(file), "--batch-size", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+    )  # fmt: skip
+    begin = process.stdout.read(1)  # the first line is being written
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    rest, error = process.communicate()
+    assert (process.returncode, error) == (130, b"\n")
+    assert json.loads(begin + rest)["index"] == 0
 
 
 def test_closed_pipe_ends_quietly(bundle, file):
