@@ -45,6 +45,9 @@ def bundle(request, tmp_path_factory) -> str:
     return str(write_bundle(folder, decoder=decoder, attention=request.param))
 
 
+only_flash = pytest.mark.parametrize("bundle", ["flash"], indirect=True)
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "prompts.jsonl"
@@ -150,6 +153,7 @@ def test_stats_are_totals_on_stderr(bundle):
     assert "kv_cache_bytes: " in result.stderr
 
 
+@only_flash
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -176,6 +180,7 @@ def test_messages_without_a_template_name_their_line(tmp_path):
     assert "no chat template" in result.stderr
 
 
+@only_flash
 def test_missing_file_is_one_line(bundle, tmp_path):
     result = run(bundle, "--prompts", str(tmp_path / "absent"))
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
@@ -207,6 +212,7 @@ def test_batch_that_the_generator_refuses_is_refused_before_anything_is_printed(
     assert "no padding, please" in result.stderr
 
 
+@only_flash
 @pytest.mark.parametrize(
     "arguments",
     [[], ["Hello", "--prompts", "x"], ["Hello", "--batch-size", "2"],
@@ -232,6 +238,7 @@ main()
 """
 
 
+@only_flash
 def test_ctrl_c_leaves_whole_lines(bundle, file, wanted):
     options = ["run", bundle, "--prompts", file, "--max-new-tokens", "12", "--batch-size", "1"]
     command = [sys.executable, "-c", _INTERRUPT_LATER, *options]
@@ -243,6 +250,7 @@ def test_ctrl_c_leaves_whole_lines(bundle, file, wanted):
     assert 0 < len(printed) < len(wanted)
 
 
+@only_flash
 def test_ctrl_c_while_the_reader_is_slow_leaves_whole_lines(bundle, tmp_path):
     line = {"prompt": "a", "id": "x" * 300_000, "max_new_tokens": 1}  # more than a pipe holds
     file = tmp_path / "long"
@@ -259,6 +267,17 @@ def test_ctrl_c_while_the_reader_is_slow_leaves_whole_lines(bundle, tmp_path):
     assert json.loads(begin + rest)["index"] == 0
 
 
+@only_flash
+def test_stdout_that_is_not_utf8_gets_escapes_and_loses_nothing(bundle):
+    result = subprocess.run(
+        [*MAIN, bundle, "--prompts", "-", "--max-new-tokens", "1"],
+        input="été 海".encode(), capture_output=True, check=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert json.loads(result.stdout.decode("ascii"))["prompt"] == "été 海"
+
+
+@only_flash
 def test_closed_pipe_ends_quietly(bundle, file):
     process = subprocess.Popen(
         [*MAIN, bundle, "--prompts", file],
@@ -270,6 +289,7 @@ def test_closed_pipe_ends_quietly(bundle, file):
     assert process.wait() == 141
 
 
+@only_flash
 def test_terminal_sees_progress_while_the_results_go_elsewhere(bundle, file, wanted):
     ours, theirs = pty.openpty()
     command = [*MAIN, bundle, "--prompts", file, "--max-new-tokens", "12"]
