@@ -9,6 +9,7 @@
 Below `Generator` are `Bundle` (the files), `Session` (the model) and `KVCache` (the memory).
 """
 
+from kvconv.runtime.batches import plan_batches
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.generator import Generator
 from kvconv.runtime.kv_cache import KVCache
@@ -16,4 +17,12 @@ from kvconv.runtime.row import GenerationEvent
 from kvconv.runtime.sampling import SamplingParams
 from kvconv.runtime.session import Session
 
-__all__ = ["Bundle", "GenerationEvent", "Generator", "KVCache", "SamplingParams", "Session"]
+__all__ = [
+    "Bundle",
+    "GenerationEvent",
+    "Generator",
+    "KVCache",
+    "SamplingParams",
+    "Session",
+    "plan_batches",
+]

@@ -98,6 +98,20 @@ class Session:
             CacheFullError: The model cannot hold so many tokens.
             MemoryError: The machine has less memory than the full cache takes.
         """
+        self.check_cache(batch_size, max_sequence_length)
+        shared_buffer = FLAVOURS[self.manifest.attention].shared_buffer
+        kind = SharedBufferCache if shared_buffer else ConcatCache
+        return kind(
+            self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
+        )
+
+    def check_cache(self, batch_size: int, max_sequence_length: int) -> None:
+        """Refuse a cache that `new_cache` would refuse; allocates nothing.
+
+        Raises:
+            CacheFullError: The model cannot hold so many tokens.
+            MemoryError: The machine has less memory than the full cache takes.
+        """
         if batch_size < 1 or max_sequence_length < 1:
             raise ValueError(
                 f"batch_size is {batch_size} and max_sequence_length {max_sequence_length}; both "
@@ -115,13 +129,8 @@ class Session:
             raise MemoryError(
                 f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "
                 f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
-                f"max_sequence_length (--max-sequence-length) takes less"
+                f"batch or max_sequence_length (--batch-size, --max-sequence-length) takes less"
             )
-        shared_buffer = FLAVOURS[self.manifest.attention].shared_buffer
-        kind = SharedBufferCache if shared_buffer else ConcatCache
-        return kind(
-            self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
-        )
 
     def run(
         self,

@@ -1,5 +1,6 @@
 """What all commands share: errors become one line, results become text or JSON."""
 
+import codecs
 import contextlib
 import errno
 import importlib.metadata
@@ -49,6 +50,21 @@ class Command(click.Command):
             raise click.ClickException(_one_line(error)) from error
 
 
+class Dtype(click.Choice[str]):
+    """The dtypes that work, and why the one that many checkpoints have does not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the dtype, or refuse it with the reason."""
+        if value == "bfloat16":
+            self.fail(
+                "bfloat16 activations need CUDA: ONNX Runtime's CPU provider has no bfloat16 "
+                "MatMul. Use float32 or float16; bfloat16 checkpoints are converted.",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
 @contextlib.contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package into the command that installs it.
@@ -86,8 +102,10 @@ def extras() -> dict[str, tuple[str, ...]]:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON line to stdout."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    """Write one JSON line to stdout; where that is not UTF-8, other characters are escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    click.echo(json.dumps(value, ensure_ascii=not is_utf8))
 
 
 def print_status(message: str) -> None:
