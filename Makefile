@@ -49,7 +49,7 @@ test-native:  ## the C++ tests and the shape fuzzer under ASan and UBSan
 	  && cmake --build build/sanitize --parallel && ctest --test-dir build/sanitize --output-on-failure
 
 test-real: $(VENV)/.dev  ## tests on SmolLM2 and Gemma 3
-	$(BIN)/python recipes/demo/fetch.py smollm2 gemma3 --to models
+	$(BIN)/python recipes/demo/fetch.py smollm2 gemma3 chat-templates --to models
 	$(BIN)/python -m pytest -q -m "real and not slow"
 
 test-all: test  ## and those that take longer than CI has

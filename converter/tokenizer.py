@@ -37,7 +37,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             f"The model's tokenizer {name} exists only as Python code, without a {TOKENIZER_FILE} "
             f"that runs elsewhere. Convert it to a fast tokenizer and save it with the model."
         )
-    tokenizer.save_pretrained(folder)
+    # Several templates would become a folder of files, and a bundle is flat.
+    has_one_template = not isinstance(tokenizer.chat_template, dict)
+    tokenizer.save_pretrained(folder, save_jinja_files=has_one_template)
     path = folder / TOKENIZER_FILE
     stored = Tokenizer.from_file(str(path))
     differing = _first_difference(tokenizer, stored)

@@ -6,11 +6,13 @@
     for piece in generator.stream("What is the capital of France?", chat_template=True):
         print(piece, end="", flush=True)
 
-Below `Generator` are `Bundle` (the files), `Session` (the model) and `KVCache` (the memory).
+`Conversation` keeps its cache between turns. Below `Generator` are `Bundle` (the files), `Session`
+(the model) and `KVCache` (the memory).
 """
 
 from kvconv.runtime.batches import plan_batches
 from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.conversation import Conversation
 from kvconv.runtime.generator import Generator
 from kvconv.runtime.kv_cache import KVCache
 from kvconv.runtime.row import GenerationEvent
@@ -19,6 +21,7 @@ from kvconv.runtime.session import Session
 
 __all__ = [
     "Bundle",
+    "Conversation",
     "GenerationEvent",
     "Generator",
     "KVCache",

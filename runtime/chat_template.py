@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -33,6 +34,11 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 
+# What templates call the switch that lets a model think before it answers.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+# Names under which a message's reasoning is found; the first is what most templates read.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
 Message = Mapping[str, Any]
 """At least `role` and `content`."""
 
@@ -43,15 +49,22 @@ class ChatTemplate:
     Args:
         source: The jinja2 source.
         special_tokens: Name -> text of tokens that templates refer to, such as `bos_token`.
+        tool_use_source: Of the template for conversations with tools; None for the same.
 
     Raises:
-        PromptError: The source does not compile.
+        PromptError: A source does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, tool_use_source: str | None = None
+    ) -> None:
         self._special_tokens = dict(special_tokens)
+        self._source = source
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._tool_use = environment.from_string(source)
+            if tool_use_source is not None:
+                self._tool_use = environment.from_string(tool_use_source)
         except jinja2.TemplateError as error:
             raise PromptError(
                 f"The bundle's chat template does not compile: {error}. Render the conversation "
@@ -71,33 +84,61 @@ class ChatTemplate:
             source: Any = bundle.file(CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
         else:
             source = config.get("chat_template")
+        tool_use_source = None
         if isinstance(source, list):
-            source = _named_templates(source).get("default")
+            named = _named_templates(source)
+            source, tool_use_source = named.get("default"), named.get("tool_use")
         if not isinstance(source, str):
             raise PromptError(
                 f"The bundle {bundle.path} has no chat template: the model was not made for "
-                f"conversations. Pass plain text, without --chat-template."
+                f"conversations. Pass plain text, without --chat-template or --chat."
             )
-        return cls(source, _special_tokens(config))
+        return cls(source, _special_tokens(config), tool_use_source=tool_use_source)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def thinking(self, is_on: bool) -> dict[str, bool]:
+        """Return the variables that let a model think before it answers, or keep it from it.
+
+        Raises:
+            PromptError: The template has no such switch.
+        """
+        names = jinja2.meta.find_undeclared_variables(_environment().parse(self._source))
+        switches = {name: is_on for name in _THINKING_SWITCHES if name in names}
+        if not switches:
+            raise PromptError(
+                f"The bundle's chat template has no switch for thinking: it reads neither "
+                f"{' nor '.join(_THINKING_SWITCHES)}. Leave --thinking and --no-thinking out."
+            )
+        return switches
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return a conversation as text.
 
         Args:
             messages: In order; each has `role` and `content`.
             add_generation_prompt: End with what opens the model's answer.
+            tools: JSON schemas of functions that the model may call.
+            variables: More names for the template, such as those of `thinking`.
 
         Raises:
             PromptError: The template refuses the conversation.
         """
+        names = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": [_plain_message(message) for message in messages],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return (self._template if tools is None else self._tool_use).render(names)
         except _TEMPLATE_ERRORS as error:
             raise PromptError(
                 f"The bundle's chat template refuses this conversation: {error}. Change the "
@@ -170,6 +211,15 @@ def _strftime_now(template: str) -> str:
     return datetime.datetime.now().strftime(template)
 
 
+def _plain_message(message: Message) -> dict[str, Any]:
+    """Return what a template sees of a message: no empty fields, reasoning by all its names."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((plain[field] for field in _REASONING_FIELDS if field in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
 def _named_templates(entries: Sequence[Any]) -> dict[str, Any]:
     try:
         return {entry["name"]: entry["template"] for entry in entries}
@@ -183,9 +233,12 @@ def _named_templates(entries: Sequence[Any]) -> dict[str, Any]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named tokens, each written as text or as an object with its `content`."""
-    tokens = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
+    entries = {name: value for name, value in config.items() if name.endswith("_token")}
+    for name in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(config.get(name), dict):
+            entries |= config[name]
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in entries.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -6,8 +6,9 @@ into batches.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,13 +102,24 @@ class Generator:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return self.tokenizer.encode(prompt)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The bundle's chat template; PromptError where it has none."""
+        return ChatTemplate.open(self.session.bundle)
+
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the token ids of a conversation, up to where the model answers.
+
+        Args:
+            messages: In order; each has `role` and `content`.
+            variables: More names for the template, such as those of `ChatTemplate.thinking`.
 
         Raises:
             PromptError: The bundle has no chat template, or it refuses the conversation.
         """
-        text = self._chat_template.render(messages)
+        text = self.chat_template.render(messages, variables=variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(
@@ -179,7 +191,8 @@ class Generator:
             prompts: Token ids per row, one row or more.
             params: How to choose tokens and when to stop: the same for all rows (a seed then gives
                 equal prompts equal draws), or one per row.
-            cache: Empty, of as many rows; None for one of `new_cache`. It keeps all tokens that
+            cache: Empty, of as many rows; None for one of `new_cache`. A single row's cache may
+                hold the beginning of its prompt, which is not run again. It keeps all tokens that
                 were run, which is every token but the last.
 
         Raises:
@@ -190,12 +203,13 @@ class Generator:
         check_prompts(self.session.manifest.attention, prompts)
         if cache is None:
             cache = self.new_cache(prompts, params)
-        if cache.length > 0 or cache.batch_size != len(prompts):
-            raise ValueError(
-                f"The cache holds {cache.length} tokens of {cache.batch_size} rows; it must be "
-                f"empty, with {len(prompts)} rows"
-            )
         longest = _longest(prompts)
+        most_cached = longest - 1 if len(prompts) == 1 else 0
+        if cache.length > most_cached or cache.batch_size != len(prompts):
+            raise ValueError(
+                f"The cache holds {cache.length} tokens of {cache.batch_size} rows; it must have "
+                f"{len(prompts)} rows and at most {most_cached} tokens of the prompt"
+            )
         _check_fit(longest, cache.capacity)
         room = cache.capacity - longest
         rows = [
@@ -263,10 +277,6 @@ class Generator:
         """
         return self._run(cache, token_ids[:, np.newaxis], attention_mask, out)
 
-    @functools.cached_property
-    def _chat_template(self) -> ChatTemplate:
-        return ChatTemplate.open(self.session.bundle)
-
     def _capacity(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> int:
@@ -296,8 +306,8 @@ class Generator:
             padding = longest - len(row.token_ids)
             input_ids[row.index, padding:] = row.token_ids
             mask[row.index, :padding] = 0
-        # 2. Run the prompts; these logits' memory serves every step.
-        logits = self.prefill(cache, input_ids, mask)
+        # 2. Run what is not cached of the prompts; these logits' memory serves every step.
+        logits = self.prefill(cache, input_ids[:, cache.length :], mask)
         token_ids = np.full(len(rows), _PADDING_ID, np.int64)
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.

@@ -15,6 +15,7 @@ class AddsInPython:
     """A tokenizer that wraps what the fast one gives, outside of tokenizer.json."""
 
     is_fast = True
+    chat_template = None
 
     def __init__(self, before=(), after=(), change=lambda ids: ids):
         self._fast = tiny_tokenizer()
@@ -25,8 +26,8 @@ class AddsInPython:
         ids = self._change(self._fast(text, add_special_tokens=False)["input_ids"])
         return {"input_ids": [*self._before, *ids, *self._after] if add_special_tokens else ids}
 
-    def save_pretrained(self, folder):
-        self._fast.save_pretrained(folder)
+    def save_pretrained(self, folder, **options):
+        self._fast.save_pretrained(folder, **options)
 
     def convert_ids_to_tokens(self, ids):
         return self._fast.convert_ids_to_tokens(ids)
@@ -72,3 +73,12 @@ def test_slow_tokenizer_is_refused(tmp_path):
     tokenizer.is_fast = False
     with pytest.raises(ExportError, match="only as Python code"):
         save_tokenizer(tokenizer, tmp_path)
+
+
+def test_several_chat_templates_stay_in_a_flat_folder(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "{{ eos_token }}", "tool_use": "tools"}
+    save_tokenizer(tokenizer, tmp_path)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    again = type(tokenizer).from_pretrained(tmp_path)
+    assert again.chat_template == tokenizer.chat_template

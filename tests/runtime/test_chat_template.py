@@ -66,6 +66,10 @@ CONVERSATIONS = {
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?"},
     ],
+    "fields": [
+        {"role": "user", "content": "Hi", "name": None, "extra": [None]},
+        {"role": "assistant", "content": "Yes?", "reasoning": "They greet."},
+    ],
 }
 
 
@@ -160,6 +164,39 @@ def test_template_in_the_config_sees_the_special_tokens(tmp_path, chat_template)
         "chat_template": chat_template,
     }
     assert ChatTemplate.open(bundle_with(tmp_path, config)).render(HELLO) == "<s></s>"
+
+
+def test_template_sees_tokens_that_a_model_names_itself(tmp_path):
+    config = {
+        "image_token": "<image>",
+        "extra_special_tokens": {"audio_token": "<audio>"},
+        "model_specific_special_tokens": {"video_token": {"content": "<video>"}},
+        "chat_template": "{{ image_token }}{{ audio_token }}{{ video_token }}",
+    }
+    template = ChatTemplate.open(bundle_with(tmp_path, config))
+    assert template.render(HELLO) == "<image><audio><video>"
+
+
+def test_template_for_tools_is_taken_with_tools(tmp_path):
+    named = {"default": "default", "tool_use": "{{ tools | tojson }}"}
+    entries = [{"name": name, "template": text} for name, text in named.items()]
+    template = ChatTemplate.open(bundle_with(tmp_path, {"chat_template": entries}))
+    assert template.render(HELLO) == "default"
+    assert template.render(HELLO, tools=[{"name": "f"}]) == '[{"name": "f"}]'
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_thinking_sets_the_switch_that_the_template_has(name):
+    source = f"{{% if {name} is not defined %}}{{% set {name} = 7 %}}{{% endif %}}{{{{ {name} }}}}"
+    template = ChatTemplate(source, {})
+    assert template.render(HELLO) == "7"
+    for is_on in (True, False):
+        assert template.render(HELLO, variables=template.thinking(is_on)) == str(is_on)
+
+
+def test_thinking_without_a_switch_is_refused():
+    with pytest.raises(PromptError, match="no switch for thinking"):
+        ChatTemplate("{{ messages[0].thinking }}", {}).thinking(True)
 
 
 @pytest.mark.parametrize("config", [{}, {"chat_template": []}, {"chat_template": None}], ids=str)

@@ -1,8 +1,7 @@
 """The generator over a session that computes the next token from the tokens it was fed.
 
-`ScriptedSession` checks every run like the real one and remembers it; its next token is a function
-of the row's unmasked tokens, so a batch can only equal single runs if tokens, mask and padding are
-right. One test at the end runs a real tiny bundle.
+A batch can only equal single runs if tokens, mask and padding are right. Two tests at the end run a
+real tiny bundle.
 """
 
 import dataclasses
@@ -12,114 +11,16 @@ import numpy as np
 import pytest
 
 from kvconv.errors import CacheFullError, PromptError
-from kvconv.manifest import CacheLayer, Manifest, Source
 from kvconv.runtime import Generator, SamplingParams
 from kvconv.runtime.generator import GREEDY
-from kvconv.runtime.kv_cache import KVCache
-from kvconv.runtime.tokenizer import Tokenizer
-from tiny_bundle import BOS, EOS, PAD, VOCAB_SIZE, TinyDecoder, byte_tokenizer, write_bundle
-
-TOKENIZER = Tokenizer(byte_tokenizer())
-MANIFEST = Manifest(
-    source=Source("scripted", "folder"),
-    architecture="Scripted",
-    model_type="scripted",
-    attention="flash",
-    dtype="float32",
-    weights_dtype="float32",
-    opset=23,
-    op_version=1,
-    vocab_size=VOCAB_SIZE,
-    max_sequence_length=2000,
-    eos_token_ids=(EOS,),
-    bos_token_id=BOS,
-    pad_token_id=PAD,
-    cache_layers=(CacheLayer(1, 1, 1, "float32"),),
-    inputs=(),
-    outputs=(),
-    rewrites={},
-    files={},
-)
-
-
-class TokenCache(KVCache):
-    """Remembers the tokens themselves."""
-
-    def __init__(self, batch_size: int, capacity: int) -> None:
-        super().__init__((), batch_size, capacity, lambda: None)
-
-    def _allocate(self):
-        self.tokens = np.zeros((self.batch_size, 0), np.int64)
-
-    nbytes = 0
-
-    def prepare_run(self, sequence_length):
-        raise NotImplementedError
-
-    def commit_run(self, sequence_length):
-        self._length += sequence_length
-
-    def rewind(self, length):
-        self.tokens, self._length = self.tokens[:, :length], length
-
-    def fork(self):
-        raise NotImplementedError
-
-
-class ScriptedSession:
-    """Gives the logits that make `script(tokens so far)` the most likely next token."""
-
-    def __init__(self, script: Callable[[list[int]], int], manifest: Manifest = MANIFEST) -> None:
-        self.script = script
-        self.manifest = manifest
-        self.run_lengths: list[int] = []
-
-    def new_cache(self, batch_size, max_sequence_length):
-        return TokenCache(batch_size, max_sequence_length)
-
-    def check_cache(self, batch_size, max_sequence_length):
-        pass
-
-    def run(self, cache, input_ids, *, attention_mask=None, num_logits_to_keep=1, out=None):
-        cache.check_room(input_ids.shape[1])
-        cache.tokens = np.concatenate([cache.tokens, input_ids], axis=1)
-        cache.commit_run(input_ids.shape[1])
-        if attention_mask is None:
-            attention_mask = np.ones_like(cache.tokens)
-        assert attention_mask.shape == cache.tokens.shape
-        self.run_lengths.append(input_ids.shape[1])
-        logits = np.zeros((cache.batch_size, 1, VOCAB_SIZE), np.float32) if out is None else out
-        logits[...] = 0
-        for row in range(cache.batch_size):
-            seen = cache.tokens[row][attention_mask[row] == 1].tolist()
-            logits[row, 0, self.script(seen)] = 10
-        return logits
+from scripted_session import MANIFEST, TOKENIZER, ScriptedSession, collect, hashed
+from tiny_bundle import BOS, EOS, VOCAB_SIZE, TinyDecoder, write_bundle
 
 
 def spell(text: str, prompt_length: int) -> Callable[[list[int]], int]:
     """Script an answer byte by byte, then EOS."""
     answer = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
     return lambda seen: answer[min(len(seen) - prompt_length, len(answer) - 1)]
-
-
-def hashed(seen: list[int]) -> int:
-    """Script something that depends on every token and its place, with EOS now and then."""
-    value = 17
-    for token in seen:
-        value = (value * 31 + token) % 1_000_003
-    return EOS if value % 13 == 0 else value % 256
-
-
-def collect(generator: Generator, prompts, params=GREEDY, **options):
-    """Return per row: token ids, text, finish reason."""
-    ids, texts, reasons = ([[] for _ in prompts] for _ in range(3))
-    for event in generator.generate(prompts, params, **options):
-        assert not reasons[event.row], "an event after the row's last one"
-        ids[event.row].append(event.token_id)
-        texts[event.row].append(event.text)
-        if event.finish_reason:
-            reasons[event.row].append(event.finish_reason)
-    return ids, ["".join(t) for t in texts], [r[0] for r in reasons]
 
 
 def scripted(script, **options) -> Generator:
@@ -313,13 +214,30 @@ def test_given_cache_is_used_and_keeps_all_tokens_but_the_last():
     assert cache.length == 2 + 3 - 1
 
 
-@pytest.mark.parametrize(("batch_size", "length"), [(2, 0), (1, 3)])
-def test_given_cache_must_be_empty_and_of_the_batch(batch_size, length):
+@pytest.mark.parametrize(
+    ("batch_size", "length", "prompts"),
+    [(2, 0, [[1]]), (1, 1, [[1]]), (1, 3, [[1, 2]]), (2, 1, [[1, 2], [1, 2]])],
+    ids=["rows", "whole prompt", "more than the prompt", "batch"],
+)
+def test_given_cache_that_does_not_suit_is_refused(batch_size, length, prompts):
     generator = scripted(hashed)
     cache = generator.session.new_cache(batch_size, 32)
     cache.commit_run(length)
     with pytest.raises(ValueError, match="cache holds"):
-        generator.generate([[1]], cache=cache)
+        generator.generate(prompts, cache=cache)
+
+
+@pytest.mark.parametrize("cached", [1, 4, 5])
+def test_cached_beginning_of_a_prompt_is_not_run_again(cached):
+    prompt = [BOS, 5, 6, 7, 8, 9]
+    generator = scripted(hashed)
+    params = SamplingParams(max_new_tokens=20, repetition_penalty=1.3)
+    expected = collect(generator, [prompt], params)
+    generator.session.run_lengths.clear()
+    cache = generator.session.new_cache(1, 40)
+    generator.prefill(cache, np.array([prompt[:cached]]))
+    assert collect(generator, [prompt], params, cache=cache) == expected
+    assert generator.session.run_lengths[:2] == [cached, 6 - cached]
 
 
 def test_stream_of_a_real_bundle_equals_the_reference(tmp_path):
