@@ -22,8 +22,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvconv.converter import hub
+from kvconv.converter.checkpoint_files import require_weight_files, weight_files
 from kvconv.converter.gguf_reading import fast_reading, metadata
 from kvconv.converter.memory import release_memory
+from kvconv.converter.model_name import ModelName, parse_model_name
 from kvconv.converter.quiet import quiet
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
 from kvconv.manifest import Source
@@ -69,6 +71,27 @@ class _Checkpoint:
         return arguments
 
 
+def fetch(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Make sure that all files of a model are on this machine; see `load_model`.
+
+    Returns:
+        The commit of a hub model, to be given to `load_model` as revision; None for local ones.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or its files are incomplete or damaged.
+        UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
+        ExportError: The disk has no room for its weights.
+    """
+    name = parse_model_name(model, revision)
+    return _prepare(name, revision, cache_dir, trust_remote_code)[0].source.revision
+
+
 def load_model(
     model: str,
     *,
@@ -89,15 +112,12 @@ def load_model(
     Raises:
         ModelNotFoundError: There is no such model, or its files are incomplete or damaged.
         UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
+        ExportError: The disk has no room for the weights of a hub model.
     """
+    name = parse_model_name(model, revision)
     with fast_reading(remember=True):
-        checkpoint = _find(model, revision, cache_dir)
+        checkpoint, config = _prepare(name, revision, cache_dir, trust_remote_code)
         arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
-        with quiet(), _damaged_files(model):
-            config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
-        _check_decoder(model, config)
-        if checkpoint.source.kind == "hub":
-            hub.fetch_weights(model, checkpoint.source.revision, cache_dir)
         with quiet(), _damaged_files(model):
             decoder, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
@@ -120,52 +140,43 @@ def load_model(
     return LoadedModel(decoder, tokenizer, checkpoint.source)
 
 
-def _find(model: str, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
-    path = Path(model).expanduser()
-    if path.exists():
-        if revision is not None:
-            raise ModelNotFoundError(
-                f"{model} is a local path, which has no revision {revision!r}. Leave --revision "
-                f"out, or give a hub id.",
-                model=model,
-            )
-        return _find_file(model, path) if path.is_file() else _find_folder(model, path)
-    if not hub.is_hub_id(model):
-        raise ModelNotFoundError(
-            f"There is no file or folder {model}. Give a folder with a {hub.CONFIG_FILE}, a .gguf "
-            f"file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct.",
-            model=model,
+def _prepare(
+    name: ModelName, revision: str | None, cache_dir: Path | None, trust_remote_code: bool
+) -> tuple[_Checkpoint, PreTrainedConfig]:
+    """Bring all files here, the weights only after the config has been judged."""
+    checkpoint = _find(name, revision, cache_dir)
+    arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
+    with quiet(), _damaged_files(name.text):
+        config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
+    _check_decoder(name.text, config)
+    if checkpoint.gguf_file is None:
+        if name.kind == "hub":
+            hub.fetch_weights(name.location, checkpoint.folder, cache_dir)
+        here = [path.name for path in checkpoint.folder.iterdir()]
+        wanted = weight_files(name.text, checkpoint.folder, here)
+        require_weight_files(name.text, wanted, here, remedy="Download the model again.")
+    return checkpoint, config
+
+
+def _find(name: ModelName, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
+    path, file = Path(name.location), name.hub_file
+    if name.kind == "gguf":
+        path, file = path.parent, path.name
+    elif name.kind == "hub":
+        path = (
+            hub.fetch_small_files(name.location, revision, cache_dir)
+            if file is None
+            else hub.fetch_gguf_file(name.location, file, revision, cache_dir)
         )
-    folder = hub.fetch_small_files(model, revision, cache_dir)
-    source = Source(model, "hub", revision=folder.name, license=hub.license_of(folder))
-    return _Checkpoint(folder, None, source)
-
-
-def _find_file(model: str, path: Path) -> _Checkpoint:
-    if path.suffix != ".gguf":
-        raise ModelNotFoundError(
-            f"{model} is a file, but not a .gguf file. Give the folder that holds the model's "
-            f"{hub.CONFIG_FILE}, or a .gguf file.",
-            model=model,
-        )
-    with _damaged_files(model):
-        license_name = metadata(path, "general.license")
-    source = Source(path.name, "gguf", license=license_name)
-    return _Checkpoint(path.parent, path.name, source)
-
-
-def _find_folder(model: str, path: Path) -> _Checkpoint:
-    if not (path / hub.CONFIG_FILE).is_file():
-        gguf_files = sorted(file.name for file in path.glob("*.gguf"))
-        hint = f" Did you mean {path / gguf_files[0]}?" if gguf_files else ""
-        raise ModelNotFoundError(
-            f"{model} holds no {hub.CONFIG_FILE}, so it is not a Hugging Face model folder.{hint} "
-            f"Give a folder made by save_pretrained, or a .gguf file.",
-            model=model,
-        )
+    license_name = None if name.kind == "gguf" else hub.license_of(path)
+    if license_name is None and file is not None:
+        with _damaged_files(name.text):
+            license_name = metadata(path / file, "general.license")
+    if name.kind == "hub":
+        return _Checkpoint(path, file, Source(name.text, "hub", path.name, license_name))
     # Resolved: `.` and `..` have no name. The rest of the path says nothing on another machine.
-    source = Source(path.resolve().name, "folder", license=hub.license_of(path))
-    return _Checkpoint(path, None, source)
+    local_name = file or path.resolve().name
+    return _Checkpoint(path, file, Source(local_name, name.kind, license=license_name))
 
 
 def _check_decoder(model: str, config: PreTrainedConfig) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvconv import names
 from kvconv.converter import bundle
 from kvconv.converter.memory import release_memory
+from kvconv.converter.model_name import parse_model_name
 from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
 from kvconv.errors import ExportError
 from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Source
@@ -115,6 +116,17 @@ def _trace(
     stages: _Stages,
 ) -> _Traced:
     """Do all that needs PyTorch; its model dies with this function's frame."""
+    revision = options.revision
+    if parse_model_name(model, revision).kind == "hub":
+        with stages(names.DOWNLOAD_STAGE):
+            from kvconv.converter.load import fetch
+
+            revision = fetch(
+                model,
+                revision=revision,
+                cache_dir=options.cache_dir,
+                trust_remote_code=options.trust_remote_code,
+            )
     with stages("load"):
         from kvconv.converter.decoder_spec import describe
         from kvconv.converter.load import load_model
@@ -125,7 +137,7 @@ def _trace(
 
         loaded = load_model(
             model,
-            revision=options.revision,
+            revision=revision,
             cache_dir=options.cache_dir,
             trust_remote_code=options.trust_remote_code,
             dtype=options.dtype,

@@ -12,7 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvconv.cli.common import Command, needs_extra, print_json, print_status
 from kvconv.cli.verify import describe
-from kvconv.names import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from kvconv.names import CHAT_TEMPLATE_FILE, DOWNLOAD_STAGE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from kvconv.converter import ExportReport
@@ -106,7 +106,7 @@ class _StageLines:
     def __call__(self, stage: str) -> None:
         self._end(is_done=True)
         self._stage, self._start = stage, time.perf_counter()
-        if self._console.is_terminal:
+        if self._console.is_terminal and stage != DOWNLOAD_STAGE:
             columns = (TextColumn("{task.description:<14}"), TimeElapsedColumn(), SpinnerColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._progress.add_task(stage, total=None)
