@@ -1,20 +1,51 @@
-"""Which files of a checkpoint hold its weights: the ones that transformers would read.
+"""The files of a checkpoint: which ones transformers would read, and whether they are whole.
 
 Repositories often hold the same weights several times (`pytorch_model.bin` beside
 `model.safetensors`, `consolidated.safetensors` beside shards), so patterns would fetch too much.
+The checks are cheap: they read small files and the headers of large ones, and name what is wrong.
 """
 
 import json
+import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
-from kvconv.errors import ModelNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
 
 _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 """A whole checkpoint and the index of a sharded one, in the order of transformers' preference."""
+_JSON_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_ZIP_MAGIC = b"PK"
+
+
+def check_json_files(model: str, folder: Path) -> None:
+    """Refuse damaged settings; transformers goes on without some, and loses EOS ids with them.
+
+    Raises:
+        ModelNotFoundError: A file is there, and is not a JSON object.
+    """
+    for name in _JSON_OBJECTS:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise _damaged(model, name, root_cause(error)) from error
+        if not isinstance(value, dict):
+            raise _damaged(model, name, f"it is not a JSON object but {str(value)[:40]!r}.")
 
 
 def weight_files(model: str, folder: Path, names: Collection[str]) -> tuple[str, ...]:
@@ -61,13 +92,45 @@ def require_weight_files(
         )
 
 
+def check_weight_files(model: str, folder: Path, names: Collection[str]) -> None:
+    """Refuse weight files that are cut off or damaged, or hold what are no plain floats.
+
+    Raises:
+        ModelNotFoundError: Names the file that is not whole.
+        UnsupportedModelError: Weights are integers or 8-bit floats, whose scales nobody applies.
+    """
+    for name in names:
+        path = folder / name
+        if path.suffix != ".safetensors":
+            with path.open("rb") as file:
+                is_zip = file.read(2) == _ZIP_MAGIC  # older pickles are none
+            if path.stat().st_size == 0 or (is_zip and not zipfile.is_zipfile(path)):
+                raise _damaged(model, name, "it ends too early.")
+            continue
+        try:
+            with safe_open(path, framework="numpy") as tensors:
+                dtypes = {key: str(tensors.get_slice(key).get_dtype()) for key in tensors.keys()}
+        except SafetensorError as error:
+            raise _damaged(model, name, root_cause(error)) from error
+        for key, dtype in dtypes.items():
+            if key.endswith(".weight") and dtype not in _FLOATS:
+                raise UnsupportedModelError(
+                    f"{name} of {model} holds {key} as {dtype}, and its config.json does not say "
+                    f"which quantisation that is. Give the unquantised model, or a .gguf file."
+                )
+
+
 def _shards(model: str, index: Path) -> tuple[str, ...]:
     try:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         return tuple(str(shard) for shard in shards)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ModelNotFoundError(
-            f"{index.name} of {model} is damaged: it does not say which file holds which weight. "
-            f"Download the model again.",
-            model=model,
-        ) from error
+        reason = "it does not say which file holds which weight."
+        raise _damaged(model, index.name, reason) from error
+
+
+def _damaged(model: str, name: str, reason: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"{name} of {model} is damaged or incomplete: {reason} Download the model again.",
+        model=model,
+    )

@@ -159,7 +159,7 @@ def _trace(
         release_memory()
     with stages("write weights"):
         save(graph, folder)
-        _save_configs(loaded.model, loaded.tokenizer, folder)
+        _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
     return _Traced(spec, loaded.source, max_sequence_length, reference)
 
 
@@ -187,7 +187,9 @@ def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> int:
     return length
 
 
-def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folder: Path) -> None:
+def _save_configs(
+    model: Any, tokenizer: "PreTrainedTokenizerBase | None", folder: Path, vocab_size: int
+) -> None:
     from kvconv.converter.quiet import quiet
     from kvconv.converter.tokenizer import save_tokenizer
 
@@ -200,7 +202,7 @@ def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folde
             # models have such.
             model.generation_config.to_json_file(folder / "generation_config.json")
         if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
+            save_tokenizer(tokenizer, folder, vocab_size)
 
 
 def _rewrite(folder: Path, options: ExportOptions) -> "RewriteReport":

@@ -6,6 +6,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kvconv.converter.tokenizer import save_tokenizer
 from kvconv.errors import ExportError
+from tiny_bundle import VOCAB_SIZE
 from tiny_decoders import tiny_tokenizer
 
 TEXT = "Hé, 漢字!"
@@ -38,7 +39,7 @@ def stored_ids(folder, text):
 
 def test_saved_tokenizer_agrees(tmp_path):
     tokenizer = tiny_tokenizer()
-    save_tokenizer(tokenizer, tmp_path)
+    save_tokenizer(tokenizer, tmp_path, VOCAB_SIZE)
     assert stored_ids(tmp_path, TEXT) == tokenizer(TEXT)["input_ids"]
     assert stored_ids(tmp_path, TEXT)[0] == 256
 
@@ -48,7 +49,7 @@ def test_saved_tokenizer_agrees(tmp_path):
 )
 def test_special_tokens_added_in_python_go_into_the_file(tmp_path, before, after):
     tokenizer = AddsInPython(before, after)
-    save_tokenizer(tokenizer, tmp_path)
+    save_tokenizer(tokenizer, tmp_path, VOCAB_SIZE)
     assert stored_ids(tmp_path, TEXT) == tokenizer(TEXT)["input_ids"]
 
 
@@ -58,17 +59,17 @@ def test_tokens_in_the_file_that_transformers_does_not_add_go(tmp_path):
         single="<s> $A", special_tokens=[("<s>", 256)]
     )
     tokenizer._change = lambda ids: [token for token in ids if token != 256]
-    save_tokenizer(tokenizer, tmp_path)
+    save_tokenizer(tokenizer, tmp_path, VOCAB_SIZE)
     assert stored_ids(tmp_path, TEXT) == tokenizer(TEXT)["input_ids"]
 
 
 def test_python_that_changes_the_text_is_refused(tmp_path):
     with pytest.raises(ExportError, match="encodes .* differently"):
-        save_tokenizer(AddsInPython(change=lambda ids: ids[::-1]), tmp_path)
+        save_tokenizer(AddsInPython(change=lambda ids: ids[::-1]), tmp_path, VOCAB_SIZE)
 
 
 def test_slow_tokenizer_is_refused(tmp_path):
     tokenizer = AddsInPython()
     tokenizer.is_fast = False
     with pytest.raises(ExportError, match="only as Python code"):
-        save_tokenizer(tokenizer, tmp_path)
+        save_tokenizer(tokenizer, tmp_path, VOCAB_SIZE)
