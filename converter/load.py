@@ -192,10 +192,12 @@ def _check_decoder(model: str, config: PreTrainedConfig) -> None:
     if isinstance(architectures, str):
         architectures = [architectures]
     if architectures and not has_own_code and not known.intersection(architectures):
+        has_decoder = config.get_text_config(decoder=True) is not config
+        hint = " Its decoder, saved as a model of its own, could be converted."
         raise UnsupportedModelError(
             f"{model} is {_article(architectures[0])} {architectures[0]}, not a decoder that "
             f"generates text. kvconv converts causal language models, whose architecture usually "
-            f"ends in ForCausalLM.",
+            f"ends in ForCausalLM.{hint if has_decoder else ''}",
             model_type=config.model_type,
         )
     quantization = getattr(config, "quantization_config", None)

@@ -15,12 +15,19 @@ def tiny_gguf_model() -> PreTrainedModel:
     )
 
 
-def write_tiny_gguf(path: Path) -> None:
-    """Write the model and its tokenizer; the license is MIT."""
+def write_tiny_gguf(path: Path, *, num_parts: int = 1) -> None:
+    """Write the model and its tokenizer; the license is MIT.
+
+    Args:
+        path: The file.
+        num_parts: What the file says of itself: how many files make up the model.
+    """
     model = tiny_gguf_model()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_license("mit")
+    if num_parts > 1:
+        writer.add_uint16("split.count", num_parts)
     writer.add_context_length(128)
     writer.add_embedding_length(32)
     writer.add_block_count(1)
