@@ -28,14 +28,17 @@ _JSON_OBJECTS = (
 )
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _ZIP_MAGIC = b"PK"
+_LFS_POINTER = b"version https://git-lfs"
 
 
-def check_json_files(model: str, folder: Path) -> None:
+def check_small_files(model: str, folder: Path) -> None:
     """Refuse damaged settings; transformers goes on without some, and loses EOS ids with them.
 
     Raises:
         ModelNotFoundError: A file is there, and is not a JSON object.
     """
+    for path in (*folder.glob("*.json"), *folder.glob("*.model")):
+        _check_no_pointer(model, path)
     for name in _JSON_OBJECTS:
         path = folder / name
         if not path.is_file():
@@ -101,6 +104,7 @@ def check_weight_files(model: str, folder: Path, names: Collection[str]) -> None
     """
     for name in names:
         path = folder / name
+        _check_no_pointer(model, path)
         if path.suffix != ".safetensors":
             with path.open("rb") as file:
                 is_zip = file.read(2) == _ZIP_MAGIC  # older pickles are none
@@ -118,6 +122,15 @@ def check_weight_files(model: str, folder: Path, names: Collection[str]) -> None
                     f"{name} of {model} holds {key} as {dtype}, and its config.json does not say "
                     f"which quantisation that is. Give the unquantised model, or a .gguf file."
                 )
+
+
+def _check_no_pointer(model: str, path: Path) -> None:
+    """Refuse what git leaves where Git LFS was not installed when a repository was cloned."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise _damaged(
+                model, path.name, "it is a Git LFS pointer; `git lfs pull` fetches the file itself."
+            )
 
 
 def _shards(model: str, index: Path) -> tuple[str, ...]:

@@ -169,7 +169,8 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     try:
         with quiet(progress=True):
             yield
-    except (_HTTPError, HFValidationError, OSError) as error:
+    # RuntimeError: what the library for Xet storage raises, in Rust, for most of its troubles.
+    except (_HTTPError, HFValidationError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # it is about this machine: a full disk, permissions
         raise ModelNotFoundError(_explain(model, revision, error), model=model) from error

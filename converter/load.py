@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvconv.converter import hub
 from kvconv.converter.checkpoint_files import (
-    check_json_files,
+    check_small_files,
     check_weight_files,
     require_weight_files,
     weight_files,
@@ -143,7 +143,7 @@ def _prepare(
     checkpoint = _find(name, revision, cache_dir)
     arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
     if checkpoint.gguf_file is None:
-        check_json_files(name.text, checkpoint.folder)
+        check_small_files(name.text, checkpoint.folder)
     with quiet(), damaged_files(name.text):
         config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
     _check_decoder(name.text, config)

@@ -66,6 +66,14 @@ def test_missing_shard_is_refused_by_name(sharded):
     )
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json"])
+def test_git_lfs_pointer_is_refused_with_the_command_to_type(copied, name):
+    (copied / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
+    )
+    assert "Git LFS pointer; `git lfs pull`" in refusal(copied)
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', "{"])
 def test_damaged_index_is_refused_by_name(sharded, content):
     (sharded / INDEX).write_text(content)
