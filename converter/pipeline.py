@@ -118,9 +118,9 @@ def _trace(
     """Do all that needs PyTorch; its model dies with this function's frame."""
     revision = options.revision
     if parse_model_name(model, revision).kind == "hub":
-        with stages(names.DOWNLOAD_STAGE):
+        with stages("start"):  # some seconds, which are no download
             from kvconv.converter.load import fetch
-
+        with stages(names.DOWNLOAD_STAGE):
             revision = fetch(
                 model,
                 revision=revision,

@@ -253,7 +253,7 @@ def test_export_by_id_records_the_commit_and_times_the_download(hub, checkpoint,
     arguments = ["-o", tmp_path / "bundle", "--cache-dir", tmp_path / "cache", "--no-verify"]
     result = CliRunner().invoke(main, ["export", MODEL, *map(str, arguments), "--json"])
     assert result.exit_code == 0, result.output
-    assert list(json.loads(result.stdout)["seconds"])[:2] == ["download", "load"]
+    assert list(json.loads(result.stdout)["seconds"])[:3] == ["start", "download", "load"]
     source = Source(MODEL, "hub", revision=commit, license="mit")
     assert read_manifest(tmp_path / "bundle").source == source
     assert hub.requests[-1][1].endswith(WEIGHTS)  # the stage "load" asked for nothing more
