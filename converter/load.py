@@ -192,7 +192,7 @@ def _check_decoder(model: str, config: PreTrainedConfig) -> None:
     if isinstance(architectures, str):
         architectures = [architectures]
     if architectures and not has_own_code and not known.intersection(architectures):
-        has_decoder = config.get_text_config(decoder=True) is not config
+        has_decoder = hasattr(config, "text_config")
         hint = " Its decoder, saved as a model of its own, could be converted."
         raise UnsupportedModelError(
             f"{model} is {_article(architectures[0])} {architectures[0]}, not a decoder that "
@@ -204,10 +204,10 @@ def _check_decoder(model: str, config: PreTrainedConfig) -> None:
     if isinstance(quantization, dict):
         # bitsandbytes did not name itself at first.
         is_old = "load_in_4bit" in quantization or "load_in_8bit" in quantization
-        method = quantization.get("quant_method") or ("bitsandbytes" if is_old else "some method")
+        default = "bitsandbytes" if is_old else "an unknown method"
         raise UnsupportedModelError(
-            f"{model} is quantised with {method}. "
-            f"Give the unquantised model that it was made from, or a .gguf file.",
+            f"{model} is quantised with {quantization.get('quant_method', default)}. Give the "
+            f"unquantised model that it was made from, or a .gguf file.",
             model_type=config.model_type,
         )
 
