@@ -139,12 +139,24 @@ def _cache_shapes(
 
 
 def _token_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Return the ids of the first source that states any: an id or several."""
+    """Return the ids of the first source that states any: an id or several.
+
+    Raises:
+        UnsupportedModelError: It states something else.
+    """
     for source in sources:
-        if source is not None:
-            return tuple(sorted({source} if isinstance(source, int) else set(source)))
+        if source is None:
+            continue
+        ids = list(source) if isinstance(source, Iterable) else [source]
+        if not all(isinstance(token_id, int) for token_id in ids):
+            raise UnsupportedModelError(
+                f"eos_token_id is {source!r}, which is neither a token id nor several. Correct it "
+                f"in the model's generation_config.json or config.json."
+            )
+        return tuple(sorted({token_id for token_id in ids if token_id >= 0}))
     return ()
 
 
 def _first(*ids: int | None) -> int | None:
-    return next((token_id for token_id in ids if token_id is not None), None)
+    """Return the first id that is one; some configs say -1 for none."""
+    return next((i for i in ids if i is not None and i >= 0), None)

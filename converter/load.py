@@ -4,8 +4,6 @@ Everything that can be refused from the config alone is refused before any weigh
 with missing weights is refused too: transformers would fill them with random numbers.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,20 +19,20 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvconv.converter import hub
+from kvconv.converter.checkpoint_files import (
+    check_small_files,
+    check_weight_files,
+    require_weight_files,
+    weight_files,
+)
+from kvconv.converter.damage import damaged_files
 from kvconv.converter.gguf_reading import fast_reading, metadata
 from kvconv.converter.memory import release_memory
+from kvconv.converter.model_name import ModelName, parse_model_name
 from kvconv.converter.quiet import quiet
-from kvconv.errors import ModelNotFoundError, UnsupportedModelError, root_cause
+from kvconv.converter.tokenizer import load_tokenizer
+from kvconv.errors import ModelNotFoundError, UnsupportedModelError
 from kvconv.manifest import Source
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +66,27 @@ class _Checkpoint:
         return arguments
 
 
+def fetch(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Make sure that all files of a model are on this machine; see `load_model`.
+
+    Returns:
+        The commit of a hub model, to be given to `load_model` as revision; None for local ones.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or its files are incomplete or damaged.
+        UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
+        ExportError: The disk has no room for its weights.
+    """
+    name = parse_model_name(model, revision)
+    return _prepare(name, revision, cache_dir, trust_remote_code)[0].source.revision
+
+
 def load_model(
     model: str,
     *,
@@ -89,29 +107,27 @@ def load_model(
     Raises:
         ModelNotFoundError: There is no such model, or its files are incomplete or damaged.
         UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
+        ExportError: The disk has no room for the weights of a hub model.
     """
+    name = parse_model_name(model, revision)
     with fast_reading(remember=True):
-        checkpoint = _find(model, revision, cache_dir)
+        checkpoint, config = _prepare(name, revision, cache_dir, trust_remote_code)
         arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
-        with quiet(), _damaged_files(model):
-            config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
-        _check_decoder(model, config)
-        if checkpoint.source.kind == "hub":
-            hub.fetch_weights(model, checkpoint.source.revision, cache_dir)
-        with quiet(), _damaged_files(model):
+        with quiet(), damaged_files(model):
             decoder, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
                 config=config,
                 dtype=getattr(torch, dtype),
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with both shapes
                 **arguments,
             )
     _check_complete(model, report)
     # After the weights, whose reading takes most memory, and without what it remembered: making a
     # tokenizer of a large vocabulary takes almost as much.
     release_memory()
-    with fast_reading(remember=False), quiet(), _damaged_files(model):
-        tokenizer = _load_tokenizer(checkpoint, arguments)
+    with fast_reading(remember=False):
+        tokenizer = load_tokenizer(model, checkpoint.folder, **arguments)
     if checkpoint.gguf_file is not None:
         # The weights are plain floats now; what still says otherwise would forbid saving.
         decoder.hf_quantizer = None
@@ -120,52 +136,52 @@ def load_model(
     return LoadedModel(decoder, tokenizer, checkpoint.source)
 
 
-def _find(model: str, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
-    path = Path(model).expanduser()
-    if path.exists():
-        if revision is not None:
-            raise ModelNotFoundError(
-                f"{model} is a local path, which has no revision {revision!r}. Leave --revision "
-                f"out, or give a hub id.",
-                model=model,
+def _prepare(
+    name: ModelName, revision: str | None, cache_dir: Path | None, trust_remote_code: bool
+) -> tuple[_Checkpoint, PreTrainedConfig]:
+    """Bring all files here, the weights only after the config has been judged."""
+    checkpoint = _find(name, revision, cache_dir)
+    arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
+    if checkpoint.gguf_file is None:
+        check_small_files(name.text, checkpoint.folder)
+    with quiet(), damaged_files(name.text):
+        config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
+    _check_decoder(name.text, config)
+    if checkpoint.gguf_file is None:
+        if name.kind == "hub":
+            hub.fetch_weights(name.location, checkpoint.folder, cache_dir)
+        here = [path.name for path in checkpoint.folder.iterdir()]
+        wanted = weight_files(name.text, checkpoint.folder, here)
+        require_weight_files(name.text, wanted, here, remedy="Download the model again.")
+        check_weight_files(name.text, checkpoint.folder, wanted)
+    return checkpoint, config
+
+
+def _find(name: ModelName, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
+    path, file = Path(name.location), name.hub_file
+    if name.kind == "gguf":
+        path, file = path.parent, path.name
+    elif name.kind == "hub":
+        path = (
+            hub.fetch_small_files(name.location, revision, cache_dir)
+            if file is None
+            else hub.fetch_gguf_file(name.location, file, revision, cache_dir)
+        )
+    license_name = None if name.kind == "gguf" else hub.license_of(path)
+    if file is not None:
+        with damaged_files(name.text):
+            license_name = license_name or metadata(path / file, "general.license")
+            num_parts = int(metadata(path / file, "split.count") or 1)
+        if num_parts > 1:
+            raise UnsupportedModelError(
+                f"{name.text} is one of {num_parts} parts of a model. Join them first "
+                f"(llama-gguf-split --merge), and give the whole file."
             )
-        return _find_file(model, path) if path.is_file() else _find_folder(model, path)
-    if not hub.is_hub_id(model):
-        raise ModelNotFoundError(
-            f"There is no file or folder {model}. Give a folder with a {hub.CONFIG_FILE}, a .gguf "
-            f"file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct.",
-            model=model,
-        )
-    folder = hub.fetch_small_files(model, revision, cache_dir)
-    source = Source(model, "hub", revision=folder.name, license=hub.license_of(folder))
-    return _Checkpoint(folder, None, source)
-
-
-def _find_file(model: str, path: Path) -> _Checkpoint:
-    if path.suffix != ".gguf":
-        raise ModelNotFoundError(
-            f"{model} is a file, but not a .gguf file. Give the folder that holds the model's "
-            f"{hub.CONFIG_FILE}, or a .gguf file.",
-            model=model,
-        )
-    with _damaged_files(model):
-        license_name = metadata(path, "general.license")
-    source = Source(path.name, "gguf", license=license_name)
-    return _Checkpoint(path.parent, path.name, source)
-
-
-def _find_folder(model: str, path: Path) -> _Checkpoint:
-    if not (path / hub.CONFIG_FILE).is_file():
-        gguf_files = sorted(file.name for file in path.glob("*.gguf"))
-        hint = f" Did you mean {path / gguf_files[0]}?" if gguf_files else ""
-        raise ModelNotFoundError(
-            f"{model} holds no {hub.CONFIG_FILE}, so it is not a Hugging Face model folder.{hint} "
-            f"Give a folder made by save_pretrained, or a .gguf file.",
-            model=model,
-        )
+    if name.kind == "hub":
+        return _Checkpoint(path, file, Source(name.text, "hub", path.name, license_name))
     # Resolved: `.` and `..` have no name. The rest of the path says nothing on another machine.
-    source = Source(path.resolve().name, "folder", license=hub.license_of(path))
-    return _Checkpoint(path, None, source)
+    local_name = file or path.resolve().name
+    return _Checkpoint(path, file, Source(local_name, name.kind, license=license_name))
 
 
 def _check_decoder(model: str, config: PreTrainedConfig) -> None:
@@ -173,18 +189,25 @@ def _check_decoder(model: str, config: PreTrainedConfig) -> None:
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     architectures = config.architectures or ()
+    if isinstance(architectures, str):
+        architectures = [architectures]
     if architectures and not has_own_code and not known.intersection(architectures):
+        has_decoder = hasattr(config, "text_config")
+        hint = " Its decoder, saved as a model of its own, could be converted."
         raise UnsupportedModelError(
             f"{model} is {_article(architectures[0])} {architectures[0]}, not a decoder that "
             f"generates text. kvconv converts causal language models, whose architecture usually "
-            f"ends in ForCausalLM.",
+            f"ends in ForCausalLM.{hint if has_decoder else ''}",
             model_type=config.model_type,
         )
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict):
+        # bitsandbytes did not name itself at first.
+        is_old = "load_in_4bit" in quantization or "load_in_8bit" in quantization
+        default = "bitsandbytes" if is_old else "an unknown method"
         raise UnsupportedModelError(
-            f"{model} is quantised with {quantization.get('quant_method', 'an unknown method')}. "
-            f"Give the unquantised model that it was made from, or a .gguf file.",
+            f"{model} is quantised with {quantization.get('quant_method', default)}. Give the "
+            f"unquantised model that it was made from, or a .gguf file.",
             model_type=config.model_type,
         )
 
@@ -194,61 +217,17 @@ def _article(noun: str) -> str:
 
 
 def _check_complete(model: str, report: dict[str, Any]) -> None:
-    wrong = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if wrong:
+    """Refuse weights that transformers had to make up."""
+    for key, found, expected in sorted(report["mismatched_keys"]):
         raise ModelNotFoundError(
-            f"The weights of {model} are incomplete: {len(wrong)} are missing or of the wrong "
-            f"shape, for example {wrong[0]}. Download the model again.",
+            f"The weights of {model} do not fit its config: {key} is {tuple(found)} in the file "
+            f"and {tuple(expected)} by config.json. Download the model again.",
             model=model,
         )
-
-
-def _load_tokenizer(
-    checkpoint: _Checkpoint, arguments: dict[str, Any]
-) -> PreTrainedTokenizerBase | None:
-    has_files = any((checkpoint.folder / name).is_file() for name in _TOKENIZER_FILES)
-    if checkpoint.gguf_file is None and not has_files:
-        return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        checkpoint.folder, **arguments
-    )
-    return tokenizer
-
-
-@contextlib.contextmanager
-def _damaged_files(model: str) -> Iterator[None]:
-    """Turn what transformers raises about unusable files into one sentence and a remedy.
-
-    Its readers raise whatever their parsers raise, so every exception that is not about this
-    machine (memory, permissions) counts as a statement about the files; the cause is kept.
-    """
-    is_gguf = Path(model).suffix == ".gguf"
-    try:
-        yield
-    except (MemoryError, PermissionError, ImportError):
-        raise
-    except Exception as error:
-        text = str(error)
-        if "DefaultCPUAllocator" in text:  # PyTorch has no exception of its own for it
-            raise MemoryError(root_cause(error)) from error
-        if "weights_only" in text:
-            raise UnsupportedModelError(
-                f"The weights of {model} are a Python pickle that holds more than tensors; loading "
-                f"it could run code. Give a model with safetensors."
-            ) from error
-        if "trust_remote_code" in text:
-            raise UnsupportedModelError(
-                f"{model} comes with Python code of its own. Read that code, and if you trust it "
-                f"pass --trust-remote-code."
-            ) from error
-        if "does not recognize" in text or "is not supported yet" in text:
-            raise UnsupportedModelError(
-                f"The installed transformers does not know {model}: {root_cause(error)} Upgrade "
-                f"transformers if a newer one knows it."
-            ) from error
-        # What a GGUF reader trips over says nothing to a person; --debug shows it.
-        reason = "it ends too early, or is no GGUF file." if is_gguf else root_cause(error)
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise ModelNotFoundError(
-            f"The files of {model} are damaged or incomplete: {reason} Download the model again.",
+            f"The weights of {model} are incomplete: {len(missing)} are missing, for example "
+            f"{missing[0]}. Download the model again.",
             model=model,
-        ) from error
+        )

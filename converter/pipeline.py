@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvconv import names
 from kvconv.converter import bundle
 from kvconv.converter.memory import release_memory
+from kvconv.converter.model_name import parse_model_name
 from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
 from kvconv.errors import ExportError
 from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Source
@@ -115,6 +116,17 @@ def _trace(
     stages: _Stages,
 ) -> _Traced:
     """Do all that needs PyTorch; its model dies with this function's frame."""
+    revision = options.revision
+    if parse_model_name(model, revision).kind == "hub":
+        with stages("start"):  # some seconds, which are no download
+            from kvconv.converter.load import fetch
+        with stages(names.DOWNLOAD_STAGE):
+            revision = fetch(
+                model,
+                revision=revision,
+                cache_dir=options.cache_dir,
+                trust_remote_code=options.trust_remote_code,
+            )
     with stages("load"):
         from kvconv.converter.decoder_spec import describe
         from kvconv.converter.load import load_model
@@ -125,7 +137,7 @@ def _trace(
 
         loaded = load_model(
             model,
-            revision=options.revision,
+            revision=revision,
             cache_dir=options.cache_dir,
             trust_remote_code=options.trust_remote_code,
             dtype=options.dtype,
@@ -147,7 +159,7 @@ def _trace(
         release_memory()
     with stages("write weights"):
         save(graph, folder)
-        _save_configs(loaded.model, loaded.tokenizer, folder)
+        _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
     return _Traced(spec, loaded.source, max_sequence_length, reference)
 
 
@@ -175,7 +187,9 @@ def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> int:
     return length
 
 
-def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folder: Path) -> None:
+def _save_configs(
+    model: Any, tokenizer: "PreTrainedTokenizerBase | None", folder: Path, vocab_size: int
+) -> None:
     from kvconv.converter.quiet import quiet
     from kvconv.converter.tokenizer import save_tokenizer
 
@@ -188,7 +202,7 @@ def _save_configs(model: Any, tokenizer: "PreTrainedTokenizerBase | None", folde
             # models have such.
             model.generation_config.to_json_file(folder / "generation_config.json")
         if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
+            save_tokenizer(tokenizer, folder, vocab_size)
 
 
 def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> "RewriteReport":

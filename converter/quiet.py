@@ -12,15 +12,20 @@ _LOGGERS = ("torch.onnx", "transformers", "huggingface_hub", "onnxscript", "onnx
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence warnings, informative log records and progress bars of the libraries we drive."""
+def quiet(*, progress: bool = False) -> Iterator[None]:
+    """Silence warnings, informative log records and progress bars of the libraries we drive.
+
+    Args:
+        progress: Leave the progress bars: something long is being waited for.
+    """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     show_bar = tqdm.tqdm.__init__
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     # transformers has a switch for its bars, but reading GGUF goes past it.
-    tqdm.tqdm.__init__ = functools.partialmethod(show_bar, disable=True)
+    if not progress:
+        tqdm.tqdm.__init__ = functools.partialmethod(show_bar, disable=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,19 +1,31 @@
-"""Writes a tokenizer as files that run without transformers, and proves that they agree with it.
+"""Loads a tokenizer, writes it as files that run without transformers, proves that they agree.
 
 A bundle's runtime encodes with the `tokenizers` package and `tokenizer.json` alone. Some of what
 transformers adds around it (a BOS token, mostly) lives in Python, so both are compared on probe
 texts before the bundle is finished.
 """
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from kvconv.errors import ExportError
+from kvconv.converter.damage import damaged_files
+from kvconv.converter.quiet import quiet
+from kvconv.errors import ExportError, MissingDependencyError
 from kvconv.names import TOKENIZER_FILE
 
+_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    *_SENTENCEPIECE_FILES,
+    "vocab.json",
+    "vocab.txt",
+)
 _PROBES = (
     "",
     "a",
@@ -25,17 +37,62 @@ _PROBES = (
 )
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer's files; `tokenizer.json` encodes exactly as tokenizer(text) does.
+def load_tokenizer(
+    model: str, folder: Path, *, gguf_file: str | None = None, **arguments: Any
+) -> PreTrainedTokenizerBase | None:
+    """Load a checkpoint's tokenizer; None if it has none.
+
+    Args:
+        model: What the user calls the model, for errors.
+        folder: The checkpoint.
+        gguf_file: The file in it that holds the tokenizer.
+        arguments: What else `from_pretrained` needs.
 
     Raises:
-        ExportError: The tokenizer exists only as Python code, or its file cannot be made to agree.
+        ModelNotFoundError: The files are damaged or incomplete.
+        MissingDependencyError: They are of a kind that needs a package that is not installed.
+    """
+    files = [name for name in _FILES if (folder / name).is_file()]
+    what = "files"
+    if gguf_file is not None:
+        arguments["gguf_file"] = gguf_file
+    elif not files:
+        return None
+    else:
+        what = f"tokenizer files ({', '.join(files)})"
+        needs_conversion = TOKENIZER_FILE not in files and set(_SENTENCEPIECE_FILES) & {*files}
+        if needs_conversion and importlib.util.find_spec("sentencepiece") is None:
+            raise MissingDependencyError(package="sentencepiece", extra="export")
+    with quiet(), damaged_files(model, what):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **arguments)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int) -> None:
+    """Write the tokenizer's files; `tokenizer.json` encodes exactly as tokenizer(text) does.
+
+    Args:
+        tokenizer: The model's.
+        folder: Where to write.
+        vocab_size: Tokens that the model knows. The tokenizer may have more, as long as plain text
+            does not need them: a token that was added and never trained is common.
+
+    Raises:
+        ExportError: The tokenizer exists only as Python code, its file cannot be made to agree, or
+            it gives ids that the model does not know.
     """
     name = type(tokenizer).__name__
     if not tokenizer.is_fast:
         raise ExportError(
             f"The model's tokenizer {name} exists only as Python code, without a {TOKENIZER_FILE} "
             f"that runs elsewhere. Convert it to a fast tokenizer and save it with the model."
+        )
+    largest = max(max(tokenizer(text)["input_ids"], default=0) for text in _PROBES)
+    if largest >= vocab_size:
+        raise ExportError(
+            f"The tokenizer {name} gives token id {largest} for plain text, but the model knows "
+            f"only the {vocab_size} ids below {vocab_size}. Put the tokenizer that the model was "
+            f"trained with into its folder."
         )
     # Several templates would become a folder of files, and a bundle is flat.
     has_one_template = not isinstance(tokenizer.chat_template, dict)

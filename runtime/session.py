@@ -164,8 +164,12 @@ class Session:
         ids = _int64("input_ids", input_ids)
         if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
             raise ValueError(f"input_ids is {ids.shape}; it must be [{cache.batch_size}, >= 1]")
-        if ids.min() < 0:
-            raise ValueError(f"input_ids holds {ids.min()}; token ids are not negative")
+        for token_id in (ids.min(), ids.max()):
+            if not 0 <= token_id < self.manifest.vocab_size:
+                raise ValueError(
+                    f"input_ids holds {token_id}; token ids are at least 0 and below vocab_size "
+                    f"{self.manifest.vocab_size}"
+                )
         if num_logits_to_keep < 0:
             raise ValueError(f"num_logits_to_keep is {num_logits_to_keep}; it must be >= 0")
         batch_size, sequence_length = ids.shape

@@ -23,12 +23,14 @@ class Tokenizer:
     Args:
         backend: The parsed tokenizer.json; its padding and truncation are switched off, as
             transformers does for a single text.
+        vocab_size: Tokens that the model knows; None for as many as the tokenizer has.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int | None = None) -> None:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self._vocab_size = vocab_size
         special = backend.get_added_tokens_decoder().items()
         self._special_ids = frozenset(i for i, token in special if token.special)
         # The decoder decides on a whole run of byte tokens whether it is text.
@@ -42,6 +44,13 @@ class Tokenizer:
         Raises:
             BundleError: The bundle has none, or it cannot be parsed.
         """
+        if TOKENIZER_FILE not in bundle:
+            raise BundleError(
+                f"The bundle {bundle.path} has no {TOKENIZER_FILE}: its model came without a "
+                f"tokenizer. Put the tokenizer's files into the model's folder and export it "
+                f"again; from Python, kvconv.runtime.Session takes token ids.",
+                file=TOKENIZER_FILE,
+            )
         path = bundle.file(TOKENIZER_FILE)
         try:
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
@@ -52,7 +61,7 @@ class Tokenizer:
                 f"again.",
                 file=TOKENIZER_FILE,
             ) from error
-        return cls(backend)
+        return cls(backend, bundle.manifest.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -63,7 +72,8 @@ class Tokenizer:
                 rendered chat template, which has them already.
 
         Raises:
-            PromptError: The text holds bytes that are not UTF-8.
+            PromptError: The text holds bytes that are not UTF-8, or a token that the model does
+                not know.
         """
         try:
             text.encode()
@@ -71,15 +81,26 @@ class Tokenizer:
             raise PromptError(
                 "The prompt is not valid UTF-8. Convert it to UTF-8 first."
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        largest = max(ids, default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise PromptError(
+                f"The prompt contains {self._backend.id_to_token(largest)!r}, token {largest} of "
+                f"the tokenizer, but the model knows only the {self._vocab_size} ids below "
+                f"{self._vocab_size}. Leave it out of the prompt."
+            )
+        return ids
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether an id stands for a special token, which has no text."""
-        return token_id in self._special_ids
+        """Return whether an id has no text: a special token, or no token at all.
+
+        Models often know more ids than their tokenizer, to round the vocabulary up.
+        """
+        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     def may_change(self, token_id: int, text: str) -> bool:
         """Return whether text that ends with this id may still change when more ids follow."""

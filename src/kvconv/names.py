@@ -57,6 +57,9 @@ FLASH_ATTENTION_OUTPUTS = (
     "present_value_scale",
 )
 
+DOWNLOAD_STAGE = "download"
+"""The stage of an export that draws progress bars of its own."""
+
 MANIFEST_FILE = "kvconv.json"
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"

@@ -46,9 +46,12 @@ def bad_models(tmp_path_factory, checkpoint):
     return folder
 
 
-def test_export_reports_stages_numbers_and_the_next_command(checkpoint, tmp_path):
-    output = tmp_path / "my bundle"
-    result = run(checkpoint("llama"), "-o", output, "--max-sequence-length", 64)
+def test_export_reports_stages_numbers_and_the_next_command(checkpoint, tmp_path, monkeypatch):
+    # Names with spaces, quotes and letters of other scripts work everywhere.
+    model = shutil.copytree(checkpoint("llama"), tmp_path / "größe, 漢字" / "it's a model")
+    output = tmp_path / "mein bündel 束"
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "größe, 漢字"))
+    result = run(model, "-o", output, "--max-sequence-length", 64)
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
     for stage in ("load", "reference", "trace", "write weights", "rewrite", "finish", "verify"):
@@ -58,7 +61,7 @@ def test_export_reports_stages_numbers_and_the_next_command(checkpoint, tmp_path
     assert f"Next: kvconv run '{output}'" in result.stderr
     assert read_manifest(output).max_sequence_length == 64
 
-    again = run(checkpoint("llama"), "-o", output)
+    again = run(model, "-o", output)
     assert_one_line(again, "--overwrite")
 
 

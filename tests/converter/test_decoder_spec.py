@@ -21,6 +21,20 @@ def test_eos_ids_are_a_set_and_the_generation_config_decides():
     model = tiny_model("llama")
     model.generation_config = GenerationConfig(eos_token_id=[9, 4, 9])
     assert describe(model).eos_token_ids == (4, 9)
+    model.generation_config = GenerationConfig()
+    model.config.eos_token_id = [7, 5]
+    assert describe(model).eos_token_ids == (5, 7)
+
+
+def test_ids_of_minus_one_mean_none_and_texts_are_refused():
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig(pad_token_id=-1, eos_token_id=[-1, 3])
+    model.config.pad_token_id = -1
+    spec = describe(model)
+    assert (spec.pad_token_id, spec.eos_token_ids) == (None, (3,))
+    model.generation_config.eos_token_id = "</s>"
+    with pytest.raises(UnsupportedModelError, match="eos_token_id is '</s>'"):
+        describe(model)
 
 
 def test_learned_positions_limit_the_length():

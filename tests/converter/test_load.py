@@ -1,6 +1,7 @@
 """Loading: what is read, and what is refused with one sentence before it costs anything."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlavaConfig
 
 from kvconv.converter.load import load_model
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError
 from kvconv.manifest import Source
-from tiny_decoders import tiny_model
+from tiny_decoders import CONFIGS, tiny_model
+from tiny_gguf import tiny_gguf_model, write_tiny_gguf
 
 WEIGHTS = "model.safetensors"
 
@@ -30,57 +32,10 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def _gguf_model():
-    return tiny_model(
-        "llama", num_hidden_layers=1, num_key_value_heads=4, vocab_size=64, pad_token_id=None
-    )
-
-
 @pytest.fixture(scope="session")
 def gguf_file(tmp_path_factory):
-    """A tiny unquantised Llama as llama.cpp writes it, with a byte-like vocabulary."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    model = _gguf_model()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_license("mit")
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(4)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(64)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*(chr(0x41 + index) for index in range(63)), "AB"])
-    writer.add_token_merges(["A B"])
-    writer.add_eos_token_id(1)
-    writer.add_bos_token_id(2)
-    layer = {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    names = {
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-        **{f"blk.0.{ours}": f"model.layers.0.{theirs}" for ours, theirs in layer.items()},
-    }
-    weights = model.state_dict()
-    for ours, theirs in names.items():
-        writer.add_tensor(f"{ours}.weight", weights[f"{theirs}.weight"].numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tiny_gguf(path)
     return path
 
 
@@ -94,12 +49,107 @@ def test_folder_is_loaded_at_the_dtype_asked_for(checkpoint, dtype):
     assert loaded.tokenizer("a")["input_ids"] == [256, 97]
 
 
-def test_bfloat16_checkpoint_is_widened_exactly(copied):
-    weights = {name: w.to(torch.bfloat16) for name, w in load_file(copied / WEIGHTS).items()}
-    save_file(weights, copied / WEIGHTS, metadata={"format": "pt"})
-    loaded = load_model(str(copied)).model.state_dict()
+def assert_loaded(folder, weights):
+    """The loaded model holds exactly these weights, as float32."""
+    loaded = load_model(str(folder)).model.state_dict()
     for name, weight in weights.items():
         assert torch.equal(loaded[name], weight.float()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_checkpoint_of_another_dtype_is_converted_exactly(copied, dtype):
+    weights = {name: w.to(dtype) for name, w in load_file(copied / WEIGHTS).items()}
+    save_file(weights, copied / WEIGHTS, metadata={"format": "pt"})
+    assert_loaded(copied, weights)
+
+
+def test_sharded_checkpoint_is_loaded_whole(copied):
+    weights = load_file(copied / WEIGHTS)
+    (copied / WEIGHTS).unlink()
+    tiny_model("llama").save_pretrained(copied, max_shard_size="60KB")
+    assert len(list(copied.glob("*.safetensors"))) == 3
+    assert_loaded(copied, weights)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_pickle_of_tensors_is_loaded(copied, is_zip):
+    weights = load_file(copied / WEIGHTS)
+    (copied / WEIGHTS).unlink()
+    torch.save(weights, copied / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    assert_loaded(copied, weights)
+
+
+class _Code:
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+def test_pickle_that_runs_code_is_refused(copied, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (copied / WEIGHTS).unlink()
+    torch.save({"model.norm.weight": _Code()}, copied / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match="could run code"):
+        load_model(str(copied))
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("in_file", [False, True], ids=["absent", "in the file"])
+def test_tied_embeddings_share_memory_whether_the_head_is_in_the_file_or_not(
+    checkpoint, tmp_path, in_file
+):
+    folder = Path(shutil.copytree(checkpoint("llama", tie_word_embeddings=True), tmp_path / "m"))
+    if in_file:
+        weights = load_file(folder / WEIGHTS)
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    model = load_model(str(folder)).model
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_untied_embeddings_stay_apart_even_when_they_are_equal(copied):
+    weights = load_file(copied / WEIGHTS)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copied / WEIGHTS, metadata={"format": "pt"})
+    assert_loaded(copied, weights)
+
+
+def test_extra_buffers_of_old_checkpoints_are_ignored(copied):
+    weights = load_file(copied / WEIGHTS)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(weights | extra, copied / WEIGHTS, metadata={"format": "pt"})
+    assert_loaded(copied, weights)
+
+
+def test_weight_of_the_wrong_shape_is_refused_with_both_shapes(copied):
+    weights = load_file(copied / WEIGHTS) | {"model.norm.weight": torch.ones(4)}
+    save_file(weights, copied / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=r"model\.norm\.weight is \(4,\) .* \(32,\)"):
+        load_model(str(copied))
+
+
+def test_untied_head_that_is_missing_is_refused(copied):
+    weights = load_file(copied / WEIGHTS)
+    del weights["lm_head.weight"]
+    save_file(weights, copied / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=r"1 are missing, for example lm_head\.weight"):
+        load_model(str(copied))
+
+
+def test_snapshot_of_links_in_a_folder_with_an_odd_name_is_loaded_and_left_alone(
+    checkpoint, tmp_path
+):
+    blobs = Path(shutil.copytree(checkpoint("llama"), tmp_path / "blobs"))
+    folder = tmp_path / "größe, 漢字 & spaces"
+    folder.mkdir()
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(Path("..", "blobs", path.name))
+        path.chmod(0o444)
+    folder.chmod(0o555)
+    try:
+        assert load_model(str(folder)).source == Source(folder.name, "folder")
+        assert {path.name for path in folder.iterdir()} == {path.name for path in blobs.iterdir()}
+    finally:
+        folder.chmod(0o755)
 
 
 def test_license_comes_from_the_model_card(copied):
@@ -116,7 +166,7 @@ def test_folder_without_tokenizer_has_none(copied):
 def test_gguf_file_is_loaded_with_its_license_and_can_be_saved(gguf_file, tmp_path):
     loaded = load_model(str(gguf_file))
     assert loaded.source == Source(gguf_file.name, "gguf", license="mit")
-    written = _gguf_model()
+    written = tiny_gguf_model()
     found = loaded.model.model.layers[0].mlp.down_proj.weight
     assert torch.equal(found, written.model.layers[0].mlp.down_proj.weight)
     loaded.model.config.save_pretrained(tmp_path)
@@ -182,13 +232,6 @@ def test_bert_is_refused_before_its_weights_are_read(tmp_path):
     assert info.value.model_type == "bert"
 
 
-def test_truncated_safetensors_are_refused(copied):
-    weights = (copied / WEIGHTS).read_bytes()
-    (copied / WEIGHTS).write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ModelNotFoundError, match=r"damaged or incomplete: .*\. Download"):
-        load_model(str(copied))
-
-
 @pytest.mark.parametrize("fraction", [0.0005, 0.5, 0.99], ids=["header", "half", "almost whole"])
 def test_truncated_gguf_is_refused(gguf_file, tmp_path, fraction):
     data = gguf_file.read_bytes()
@@ -202,7 +245,7 @@ def test_missing_weight_is_refused_by_name(copied):
     weights = load_file(copied / WEIGHTS)
     del weights["model.norm.weight"]
     save_file(weights, copied / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ModelNotFoundError, match=r"1 are missing .* model\.norm\.weight"):
+    with pytest.raises(ModelNotFoundError, match=r"1 are missing, .* model\.norm\.weight"):
         load_model(str(copied))
 
 
@@ -213,13 +256,61 @@ def test_code_that_comes_with_the_model_does_not_run_unasked(copied):
         load_model(str(copied))
 
 
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM"], ids=str)
+def test_architectures_that_are_not_a_list_of_names_do_not_matter(copied, architectures):
+    change_config(copied, architectures=architectures)
+    assert_loaded(copied, load_file(copied / WEIGHTS))
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_model_without_a_language_head_is_refused(copied, name):
+    change_config(copied, architectures=[name])
+    with pytest.raises(UnsupportedModelError, match=f"is a {name}, not a decoder"):
+        load_model(str(copied))
+
+
+def test_multimodal_model_is_refused_with_a_hint(tmp_path):
+    text = LlamaConfig(**CONFIGS["llama"])
+    config = LlavaConfig(text_config=text, architectures=["LlavaForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="Its decoder, saved as a model of its own"):
+        load_model(str(tmp_path))
+
+
 def test_unknown_architecture_asks_for_a_newer_transformers(copied):
     change_config(copied, model_type="odd")
     with pytest.raises(UnsupportedModelError, match="Upgrade transformers"):
         load_model(str(copied))
 
 
-def test_quantised_checkpoint_is_refused_by_method(copied):
-    change_config(copied, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedModelError, match="quantised with gptq"):
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+    ],
+    ids=str,
+)
+def test_quantised_checkpoint_is_refused_by_method(copied, settings, method):
+    change_config(copied, quantization_config=settings)
+    with pytest.raises(UnsupportedModelError, match=f"quantised with {method}"):
         load_model(str(copied))
+
+
+def test_model_code_that_needs_a_package_is_refused_by_its_name(copied):
+    auto_map = {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}
+    change_config(copied, model_type="odd", auto_map=auto_map)
+    (copied / "code.py").write_text("import no_such_package\n")
+    with pytest.raises(UnsupportedModelError, match="not installed: .*no_such_package"):
+        load_model(str(copied), trust_remote_code=True)
+
+
+def test_part_of_a_split_gguf_file_is_refused(tmp_path):
+    path = tmp_path / "tiny-00001-of-00002.gguf"
+    write_tiny_gguf(path, num_parts=2)
+    with pytest.raises(UnsupportedModelError, match="one of 2 parts"):
+        load_model(str(path))

@@ -216,11 +216,19 @@ def test_wrong_shapes_are_refused_before_running(session, ids, options, message)
     assert cache.length == 0
 
 
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_id_that_the_model_does_not_know_is_refused(session, token_id):
+    cache = session.new_cache(1, 8)
+    with pytest.raises(ValueError, match=rf"holds {token_id}; .* below vocab_size {VOCAB_SIZE}"):
+        session.run(cache, [[1, token_id, 2]])
+    assert cache.length == 0
+
+
 def test_failed_run_leaves_the_cache(session):
     cache = session.new_cache(1, 8)
     session.run(cache, [TOKENS[:3]])
     with pytest.raises(KvconvError, match="ONNX Runtime failed"):
-        session.run(cache, [[VOCAB_SIZE + 5]])
+        session.run(cache, [[1]], position_ids=[[MAX_SEQUENCE_LENGTH]])
     assert cache.length == 3
     logits = session.run(cache, [TOKENS[3:5]])
     assert_close(logits[0, -1], DECODER.reference(TOKENS[:5])[-1])

@@ -3,6 +3,7 @@
 The property everywhere: pieces, joined, are the text of all ids at once, for any ids at all.
 """
 
+import dataclasses
 import json
 import random
 
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from kvconv.errors import BundleError, PromptError
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.tokenizer import Detokenizer, Tokenizer
-from tiny_bundle import BOS, EOS, byte_tokenizer, write_bundle
+from tiny_bundle import BOS, EOS, PAD, byte_tokenizer, write_bundle
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.  Two  spaces, a tab\tand\na line.",
@@ -79,11 +80,70 @@ def sentencepiece(*, strips_leading_space: bool) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def trained(tokenizer: tokenizers.Tokenizer, trainer: object) -> tokenizers.Tokenizer:
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    return tokenizer
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """BERT style: ## continues a word, and the decoder puts spaces between words."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    return trained(
+        tokenizer,
+        trainers.WordPieceTrainer(vocab_size=500, special_tokens=special, show_progress=False),
+    )
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """T5 style: the likeliest pieces, with ▁ where a word begins."""
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=["</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+def word_ends() -> tokenizers.Tokenizer:
+    """OpenAI GPT style: </w> ends a word, and becomes a space unless it is the last."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+def metaspace(prepend_scheme: str) -> tokenizers.Tokenizer:
+    """BPE over words that begin with ▁: before each part of a text, the first one, or none."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
+    special = ["<unk>", "<s>"]
+    return trained(
+        tokenizer,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False),
+    )
+
+
 BACKENDS = {
     "bytes": byte_tokenizer,
     "byte_level": byte_level,
     "llama": lambda: sentencepiece(strips_leading_space=True),
     "gemma": lambda: sentencepiece(strips_leading_space=False),
+    "word_piece": word_piece,
+    "unigram": unigram,
+    "word_ends": word_ends,
+    "metaspace": lambda: metaspace("always"),
+    "metaspace_first": lambda: metaspace("first"),
+    "metaspace_never": lambda: metaspace("never"),
 }
 
 
@@ -109,7 +169,8 @@ def test_stream_of_a_text_joins_to_it_and_shows_only_whole_characters(tokenizer,
 @pytest.mark.parametrize("seed", range(8))
 def test_stream_of_random_ids_joins_to_their_text(tokenizer, seed):
     generator = random.Random(seed)
-    vocab_size = tokenizer._backend.get_vocab_size()
+    # Models often have more ids than their tokenizer: those have no text.
+    vocab_size = tokenizer._backend.get_vocab_size() + 5
     for _ in range(60):
         token_ids = [generator.randrange(vocab_size) for _ in range(generator.randrange(1, 40))]
         pieces = pieces_of(tokenizer, token_ids)
@@ -137,6 +198,14 @@ def test_stream_keeps_the_space_after_a_token_without_text():
     tokenizer = Tokenizer(BACKENDS["llama"]())
     vocab = tokenizer._backend.get_vocab()
     assert pieces_of(tokenizer, [vocab["a"], vocab[""], vocab["▁the"]]) == ["a", "", " the", ""]
+
+
+def test_id_without_a_token_has_no_text_and_does_not_split_a_character():
+    tokenizer = Tokenizer(BACKENDS["llama"]())
+    vocab = tokenizer._backend.get_vocab()
+    assert tokenizer.detokenize([len(vocab) + 3]) == ""
+    token_ids = [vocab["a"], vocab["<0xC3>"], len(vocab) + 3, vocab["<0xA9>"], vocab["a"]]
+    assert pieces_of(tokenizer, token_ids) == ["a", "", "", "", "éa", ""]
 
 
 def test_stream_shows_text_as_soon_as_it_is_certain():
@@ -169,6 +238,22 @@ def test_encode_ignores_padding_and_truncation_saved_in_the_file():
 def test_encode_refuses_text_that_is_not_unicode():
     with pytest.raises(PromptError, match="UTF-8"):
         Tokenizer(byte_tokenizer()).encode("\udcff")
+
+
+def test_encode_refuses_a_token_that_the_model_does_not_know():
+    tokenizer = Tokenizer(byte_tokenizer(), vocab_size=PAD)
+    assert tokenizer.encode("hi</s>")[-1] == EOS
+    with pytest.raises(PromptError, match=f"contains '<pad>', token {PAD} .* below {PAD}"):
+        tokenizer.encode("hi<pad>")
+
+
+def test_open_without_a_tokenizer_says_what_is_missing(tmp_path):
+    bundle = Bundle.open(write_bundle(tmp_path / "bundle"))
+    files = {name: entry for name, entry in bundle.manifest.files.items() if "tok" not in name}
+    manifest = dataclasses.replace(bundle.manifest, files=files)
+    with pytest.raises(BundleError, match="came without a tokenizer") as caught:
+        Tokenizer.open(Bundle(bundle.path, manifest))
+    assert caught.value.file == "tokenizer.json"
 
 
 def test_open_names_the_damaged_file(tmp_path):

@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 def command(model: str, output: Path, no_verify: bool, as_json: bool, **options: Any) -> None:
     """Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
 
-    MODEL is a hub id, a folder made by save_pretrained, or a .gguf file. A private hub model needs
-    HF_TOKEN.
+    MODEL is a hub id, a folder made by save_pretrained, a .gguf file, or OWNER/NAME/FILE.gguf for
+    one on the hub. A private or gated hub model needs HF_TOKEN or `hf auth login`; without a
+    network, or with HF_HUB_OFFLINE=1, what is in Hugging Face's cache serves.
 
     \b
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvconv.cli.common import print_status
+from kvconv.names import DOWNLOAD_STAGE
 
 
 class StageLines:
@@ -27,7 +28,7 @@ class StageLines:
         """End the stage that runs, and show the one that begins."""
         self._end(is_done=True)
         self._stage, self._start = stage, time.perf_counter()
-        if self._console.is_terminal:
+        if self._console.is_terminal and stage != DOWNLOAD_STAGE:  # that has bars of its own
             columns = (TextColumn("{task.description:<14}"), TimeElapsedColumn(), SpinnerColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._progress.add_task(stage, total=None)
