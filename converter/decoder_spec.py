@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from kvconv.converter.rope import fixed_length
 from kvconv.errors import UnsupportedModelError
 
 
@@ -37,8 +38,8 @@ class DecoderSpec:
         has_position_ids: Whether the forward takes position_ids.
         vocab_size: Width of the logits.
         max_position_embeddings: Most tokens the model was made for; None if the config is silent.
-        rope_switch_length: Tokens beyond which all rotary frequencies change, cached keys' too
-            (longrope); None for models without such a switch.
+        fixed_rope_length: Most tokens for which the rotary frequencies stay as they are (longrope,
+            dynamic); None for any number.
         eos_token_ids: Ids that end a generation, ascending; may be empty.
         bos_token_id: Id that starts a text, if there is one.
         pad_token_id: Id for padded slots, if there is one.
@@ -52,7 +53,7 @@ class DecoderSpec:
     has_position_ids: bool
     vocab_size: int
     max_position_embeddings: int | None
-    rope_switch_length: int | None
+    fixed_rope_length: int | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
@@ -69,7 +70,6 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
             or an encoder), or has a feature that a fixed graph cannot express.
     """
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    rope_switch_length = _rope_switch_length(architecture, config)
     parameters = inspect.signature(model.forward).parameters
     with torch.no_grad():
         output = model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True)
@@ -83,35 +83,11 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         has_position_ids="position_ids" in parameters,
         vocab_size=output.logits.shape[-1],
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
-        rope_switch_length=rope_switch_length,
+        fixed_rope_length=fixed_length(config),
         eos_token_ids=_token_ids(generation.eos_token_id, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),
         pad_token_id=_first(generation.pad_token_id, getattr(config, "pad_token_id", None)),
     )
-
-
-def _rope_switch_length(architecture: str, config: PreTrainedConfig) -> int | None:
-    """Return the length at which longrope switches frequencies, if the model has longrope.
-
-    Raises:
-        UnsupportedModelError: Python recomputes the frequencies from each run's length (dynamic
-            NTK), which tracing would freeze.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in by_layer_type or [parameters]:
-        rope_type = str(rope.get("rope_type"))
-        if "dynamic" in rope_type:
-            raise UnsupportedModelError(
-                f"{architecture} uses rope_type {rope_type!r}, whose frequencies depend on the "
-                f"length of each run; kvconv supports default, linear, llama3, yarn and longrope. "
-                f"Set another rope_type in config.json if the model allows it.",
-                model_type=config.model_type,
-            )
-        if rope_type == "longrope":
-            length = rope.get("original_max_position_embeddings")
-            return int(length or config.original_max_position_embeddings)
-    return None
 
 
 def _cache_shapes(

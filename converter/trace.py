@@ -17,8 +17,10 @@ from transformers.cache_utils import DynamicLayer
 
 from kvconv import names
 from kvconv.converter.attention import ATTENTION_NAME
+from kvconv.converter.complex_numbers import RealArithmetic
 from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
 from kvconv.converter.quiet import quiet
+from kvconv.converter.rope import original_frequencies
 from kvconv.errors import ExportError, UnsupportedModelError, root_cause
 
 # Traced at sizes that no model fixes by accident and that differ from one another.
@@ -46,7 +48,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
     """
     inputs = _example_inputs(spec)
     wrapper = _ExplicitCache(model, spec).eval()
-    with quiet(), _our_attention(model, spec), torch.no_grad():
+    with quiet(), _our_attention(model, spec), original_frequencies(model), torch.no_grad():
         try:
             program = torch.onnx.export(
                 wrapper,
@@ -95,9 +97,10 @@ class _ExplicitCache(torch.nn.Module):
         arguments: dict[str, Any] = {self.cache_argument: cache}
         if position_ids is not None:
             arguments["position_ids"] = position_ids
-        output = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **arguments
-        )
+        with RealArithmetic():
+            output = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **arguments
+            )
         return output.logits, [(layer.keys, layer.values) for layer in cache.layers]
 
 

@@ -34,7 +34,7 @@ def make_reference(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     prompt_tokens: int | None,
-    max_sequence_length: int | None,
+    max_sequence_length: int,
 ) -> Reference:
     """Run PyTorch on every sequence of the checks; see `Verifier` for the arguments.
 
@@ -72,19 +72,16 @@ def make_reference(
 
 
 def _lengths(
-    config: Any, prompt_tokens: int | None, max_sequence_length: int | None
+    config: Any, prompt_tokens: int | None, limit: int
 ) -> tuple[int, int, tuple[str, ...]]:
     """Return the prompt's length, the decode steps, and what the prompt does not reach."""
-    limit = max_sequence_length or getattr(config, "max_position_embeddings", None)
     window = _largest_window(config)
     crossing = 2 * window + 90 if window is not None else 0
     length = prompt_tokens or PROMPT_TOKENS
     if prompt_tokens is None and window is not None and window <= MAX_CROSSED_WINDOW:
         length = max(length, crossing)
-    steps = DECODE_STEPS
-    if limit is not None:
-        steps = min(steps, max(1, limit // 4))
-        length = max(1, min(length, limit - steps))
+    steps = min(DECODE_STEPS, max(1, limit // 4))
+    length = max(1, min(length, limit - steps))
     if window is None or length > window:
         return length, steps, ()
     sentence = (
