@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from kvconv.converter.rope import fixed_length
-from kvconv.errors import UnsupportedModelError
+from kvconv.errors import UnsupportedModelError, root_cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
     """
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
-    with torch.no_grad():
-        output = model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True)
+    output = _run(model)
     generation = model.generation_config or GenerationConfig()
     return DecoderSpec(
         architecture=architecture,
@@ -90,6 +90,24 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
     )
 
 
+def _run(model: PreTrainedModel) -> ModelOutput:
+    """Run a model on two tokens, which a decoder needs nothing else for."""
+    try:
+        with torch.no_grad():
+            output: ModelOutput = model(
+                input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True
+            )
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on token ids alone: {root_cause(error)} kvconv "
+            f"converts decoders that need no other input.",
+            model_type=model.config.model_type,
+        ) from error
+    return output
+
+
 def _cache_shapes(
     architecture: str, config: PreTrainedConfig, output: object
 ) -> tuple[CacheShape, ...]:
@@ -105,10 +123,12 @@ def _cache_shapes(
             break
         shapes.append(CacheShape(key.shape[1], key.shape[3], value.shape[3]))
     if not shapes:
+        kinds = sorted(set(getattr(config, "layer_types", None) or ()))
         raise UnsupportedModelError(
-            f"{architecture} (model type {config.model_type!r}) does not keep one key and value "
-            f"per layer and token. kvconv converts decoders with a plain KV cache; recurrent and "
-            f"hybrid models are not supported.",
+            f"{architecture} (model type {config.model_type!r}"
+            f"{', layers of ' + ' and '.join(kinds) if kinds else ''}) does not keep one key and "
+            f"value per layer and token. kvconv converts decoders with a plain KV cache; "
+            f"recurrent and hybrid models are not supported.",
             model_type=config.model_type,
         )
     return tuple(shapes)

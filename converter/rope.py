@@ -6,7 +6,7 @@ a bundle is kept at or below that length, and there the original frequencies are
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvconv.errors import UnsupportedModelError
 
+_LONGROPE, _DYNAMIC = "longrope", "dynamic"
 _STATIC = "default"
 """A rope type whose forward pass leaves the frequencies alone."""
 
@@ -25,16 +26,13 @@ def fixed_length(config: PreTrainedConfig) -> int | None:
         config: A text config; its rope parameters may differ per layer type.
     """
     lengths = []
-    for rope in _parameters(config):
-        length: int | None = config.max_position_embeddings
-        if rope.get("rope_type") == "longrope":
+    for rope in filter(_is_changing, _parameters(config)):
+        length: int = config.max_position_embeddings
+        if rope["rope_type"] == _LONGROPE:
             length = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", length
             )
-        elif not _is_dynamic(rope.get("rope_type")):
-            continue
-        if length is not None:
-            lengths.append(int(length))
+        lengths.append(int(length))
     return min(lengths, default=None)
 
 
@@ -51,8 +49,8 @@ def original_frequencies(model: PreTrainedModel) -> Iterator[None]:
     if not changing:
         yield
         return
-    changed = [(module, module.rope_type) for module in model.modules() if _restore(module)]
-    if not changed:
+    embeddings = [module for module in model.modules() if _originals(module)]
+    if not embeddings:
         raise UnsupportedModelError(
             f"{type(model).__name__} uses rope_type {sorted(changing)[0]!r}, whose frequencies "
             f"depend on the length of each run, with code of its own. kvconv knows it as "
@@ -60,27 +58,29 @@ def original_frequencies(model: PreTrainedModel) -> Iterator[None]:
             f"the model allows it.",
             model_type=config.model_type,
         )
-    for module, rope_type in changed:
-        module.rope_type = (
-            dict.fromkeys(rope_type, _STATIC) if isinstance(rope_type, Mapping) else _STATIC
-        )
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in embeddings:
+            rope_type: Any = module.rope_type
+            static = dict.fromkeys(rope_type, _STATIC) if isinstance(rope_type, dict) else _STATIC
+            stack.callback(setattr, module, "rope_type", rope_type)
+            module.rope_type = static
+            for name, original in _originals(module).items():
+                # The last run may have left others behind.
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, original)
         yield
-    finally:
-        for module, rope_type in changed:
-            module.rope_type = rope_type
 
 
-def _restore(module: torch.nn.Module) -> bool:
-    """Put a rotary embedding's original frequencies back; tells whether it is one."""
+def _originals(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a rotary embedding's original frequencies, by the name of those in use."""
     if not hasattr(module, "rope_type"):
-        return False
-    originals = [name for name, _ in module.named_buffers(recurse=False) if "original_" in name]
-    for name in originals:
-        frequencies = getattr(module, name.replace("original_", ""))
-        with torch.no_grad():
-            frequencies.copy_(getattr(module, name))
-    return bool(originals)
+        return {}
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {
+        name.replace("original_", ""): frequencies
+        for name, frequencies in buffers
+        if name.endswith("original_inv_freq")
+    }
 
 
 def _parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -91,8 +91,5 @@ def _parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _is_changing(rope: dict[str, Any]) -> bool:
-    return rope.get("rope_type") == "longrope" or _is_dynamic(rope.get("rope_type"))
-
-
-def _is_dynamic(rope_type: object) -> bool:
-    return isinstance(rope_type, str) and "dynamic" in rope_type
+    rope_type = str(rope.get("rope_type"))
+    return rope_type == _LONGROPE or _DYNAMIC in rope_type

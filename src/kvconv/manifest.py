@@ -111,7 +111,7 @@ class Verification:
         tolerance: Largest absolute logit difference allowed: a part of the spread of PyTorch's
             logits that depends on the dtype.
         checks: In the order run.
-        not_checked: Sentences naming what this flavour does not support.
+        not_checked: Sentences naming what no check reached, and why.
     """
 
     status: Literal["passed", "failed", "skipped"]

@@ -48,10 +48,11 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
 
     # 4. left-padded batch
-    check(
-        "left-padded batch",
-        *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
-    )
+    if reference.rows:
+        check(
+            "left-padded batch",
+            *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
+        )
 
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",
