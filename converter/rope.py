@@ -27,11 +27,10 @@ def fixed_length(config: PreTrainedConfig) -> int | None:
     """
     lengths = []
     for rope in filter(_is_changing, _parameters(config)):
-        length: int = config.max_position_embeddings
+        length = config.max_position_embeddings
         if rope["rope_type"] == _LONGROPE:
-            length = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", length
-            )
+            length = getattr(config, "original_max_position_embeddings", length)
+            length = rope.get("original_max_position_embeddings") or length
         lengths.append(int(length))
     return min(lengths, default=None)
 

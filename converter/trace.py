@@ -243,7 +243,8 @@ def _refusal(error: BaseException, spec: DecoderSpec) -> UnsupportedModelError |
 def _check_width(program: torch.onnx.ONNXProgram, spec: DecoderSpec) -> None:
     """Refuse a model that branches on the mask's width; torch.export freezes that unsaid."""
     mask_shape = program.model.graph.inputs[1].shape
-    assert mask_shape is not None and program.exported_program is not None
+    assert mask_shape is not None
+    assert program.exported_program is not None
     for symbol, tokens in program.exported_program.range_constraints.items():
         if str(symbol) == str(mask_shape[1]) and (tokens.lower > 1 or tokens.upper < _ENDLESS):
             raise _branches(spec, f"{names.DIM_TOTAL} ({tokens.lower} to {tokens.upper})")

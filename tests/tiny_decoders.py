@@ -109,7 +109,7 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | tokens | overrides))
+    config = AutoConfig.for_model(model_type, **(CONFIGS.get(model_type, {}) | tokens | overrides))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

@@ -138,7 +138,9 @@ def rewrite(
         if stray := cache_use.check(graph):
             raise _error(expected, expected, stray)
         masks = calls.read_masks(graph)
-    if looking_ahead := [layer for layer, mask in sorted(masks.items()) if mask and not mask.causal]:
+    if looking_ahead := [
+        layer for layer, mask in sorted(masks.items()) if mask and not mask.causal
+    ]:
         raise RewriteError(
             f"The mask of layer {looking_ahead[0]} lets tokens see later ones, so what is cached "
             f"for a token would change with each token after it. kvconv converts decoders whose "

@@ -176,8 +176,8 @@ def _padding_shift(model: PreTrainedModel, rows: list[Continuation], steps: int)
     if shift <= _MAX_PADDING_SHIFT * float(wanted.std()):
         return None
     return (
-        f"a left-padded batch: in PyTorch too its logits differ from single runs by {shift:.2g}, as "
-        f"{type(model).__name__} counts padded slots as positions; run its prompts one by one"
+        f"a left-padded batch: in PyTorch too its logits differ from single runs by {shift:.2g}, "
+        f"as {type(model).__name__} counts padded slots as positions; run its prompts one by one"
     )
 
 
