@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
-from kvconv.errors import UnsupportedModelError
+from kvconv.converter.rope import fixed_length
+from kvconv.errors import UnsupportedModelError, root_cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class DecoderSpec:
         has_position_ids: Whether the forward takes position_ids.
         vocab_size: Width of the logits.
         max_position_embeddings: Most tokens the model was made for; None if the config is silent.
-        rope_switch_length: Tokens beyond which all rotary frequencies change, cached keys' too
-            (longrope); None for models without such a switch.
+        fixed_rope_length: Most tokens for which the rotary frequencies stay as they are (longrope,
+            dynamic); None for any number.
         eos_token_ids: Ids that end a generation, ascending; may be empty.
         bos_token_id: Id that starts a text, if there is one.
         pad_token_id: Id for padded slots, if there is one.
@@ -52,7 +54,7 @@ class DecoderSpec:
     has_position_ids: bool
     vocab_size: int
     max_position_embeddings: int | None
-    rope_switch_length: int | None
+    fixed_rope_length: int | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
@@ -69,10 +71,8 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
             or an encoder), or has a feature that a fixed graph cannot express.
     """
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    rope_switch_length = _rope_switch_length(architecture, config)
     parameters = inspect.signature(model.forward).parameters
-    with torch.no_grad():
-        output = model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True)
+    output = _run(model)
     generation = model.generation_config or GenerationConfig()
     return DecoderSpec(
         architecture=architecture,
@@ -83,35 +83,29 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         has_position_ids="position_ids" in parameters,
         vocab_size=output.logits.shape[-1],
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
-        rope_switch_length=rope_switch_length,
+        fixed_rope_length=fixed_length(config),
         eos_token_ids=_token_ids(generation.eos_token_id, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),
         pad_token_id=_first(generation.pad_token_id, getattr(config, "pad_token_id", None)),
     )
 
 
-def _rope_switch_length(architecture: str, config: PreTrainedConfig) -> int | None:
-    """Return the length at which longrope switches frequencies, if the model has longrope.
-
-    Raises:
-        UnsupportedModelError: Python recomputes the frequencies from each run's length (dynamic
-            NTK), which tracing would freeze.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in by_layer_type or [parameters]:
-        rope_type = str(rope.get("rope_type"))
-        if "dynamic" in rope_type:
-            raise UnsupportedModelError(
-                f"{architecture} uses rope_type {rope_type!r}, whose frequencies depend on the "
-                f"length of each run; kvconv supports default, linear, llama3, yarn and longrope. "
-                f"Set another rope_type in config.json if the model allows it.",
-                model_type=config.model_type,
+def _run(model: PreTrainedModel) -> ModelOutput:
+    """Run a model on two tokens, which a decoder needs nothing else for."""
+    try:
+        with torch.no_grad():
+            output: ModelOutput = model(
+                input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True
             )
-        if rope_type == "longrope":
-            length = rope.get("original_max_position_embeddings")
-            return int(length or config.original_max_position_embeddings)
-    return None
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on token ids alone: {root_cause(error)} kvconv "
+            f"converts decoders that need no other input.",
+            model_type=model.config.model_type,
+        ) from error
+    return output
 
 
 def _cache_shapes(
@@ -129,10 +123,12 @@ def _cache_shapes(
             break
         shapes.append(CacheShape(key.shape[1], key.shape[3], value.shape[3]))
     if not shapes:
+        kinds = sorted(set(getattr(config, "layer_types", None) or ()))
         raise UnsupportedModelError(
-            f"{architecture} (model type {config.model_type!r}) does not keep one key and value "
-            f"per layer and token. kvconv converts decoders with a plain KV cache; recurrent and "
-            f"hybrid models are not supported.",
+            f"{architecture} (model type {config.model_type!r}"
+            f"{', layers of ' + ' and '.join(kinds) if kinds else ''}) does not keep one key and "
+            f"value per layer and token. kvconv converts decoders with a plain KV cache; "
+            f"recurrent and hybrid models are not supported.",
             model_type=config.model_type,
         )
     return tuple(shapes)

@@ -17,7 +17,7 @@ class ExportOptions:
         dtype: Type of weights and activations; checkpoints of other types are converted.
         attention: Flavour of the attention nodes.
         max_sequence_length: Most tokens (prompt and new) a cache may hold; None is what the model
-            was made for.
+            was made for, or the part of it that a cache can follow (longrope).
         opset: Version of the default ONNX domain, 18 to 23.
         revision: Branch, tag or commit of a hub model.
         cache_dir: Where hub files are kept; None is Hugging Face's own cache.
@@ -42,7 +42,7 @@ class ExportReport:
     Attributes:
         path: The bundle.
         rewrites: Rule name -> times fired.
-        refusals: Sentences saying what a rule left alone, and why.
+        refusals: Sentences saying what was left alone, and why.
         seconds: Stage name -> seconds, in order.
         verification: Result of the comparison with PyTorch.
         peak_memory_mb: Largest resident memory so far of this process, or of the one that verifies,
@@ -62,12 +62,13 @@ class ExportReport:
 class Verifier(Protocol):
     """Compares a bundle with the PyTorch model that it was made from."""
 
-    def reference(self, model: Any, tokenizer: Any) -> object:
+    def reference(self, model: Any, tokenizer: Any, *, max_sequence_length: int) -> object:
         """Compute what `compare` needs, while the PyTorch model is in memory.
 
         Args:
             model: The `transformers.PreTrainedModel`, in eval mode.
             tokenizer: Its tokenizer, or None.
+            max_sequence_length: Most tokens the bundle holds.
         """
         ...
 

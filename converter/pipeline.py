@@ -89,6 +89,7 @@ class _Traced:
     spec: "DecoderSpec"
     source: Source
     max_sequence_length: int
+    notices: tuple[str, ...]
     reference: object
 
 
@@ -143,14 +144,16 @@ def _trace(
             dtype=options.dtype,
         )
         spec = describe(loaded.model)
-        max_sequence_length = _max_sequence_length(spec, options.max_sequence_length)
+        max_sequence_length, notices = _max_sequence_length(spec, options.max_sequence_length)
         weights = {id(weight): weight for weight in loaded.model.parameters()}
         bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
         release_memory()  # what reading the checkpoint took
     reference = None
     if verifier is not None:
         with stages("reference"), quiet():
-            reference = verifier.reference(loaded.model, loaded.tokenizer)
+            reference = verifier.reference(
+                loaded.model, loaded.tokenizer, max_sequence_length=max_sequence_length
+            )
             release_memory()
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
@@ -160,11 +163,12 @@ def _trace(
     with stages("write weights"):
         save(graph, folder)
         _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
-    return _Traced(spec, loaded.source, max_sequence_length, reference)
+    return _Traced(spec, loaded.source, max_sequence_length, notices, reference)
 
 
-def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> int:
-    largest = spec.max_position_embeddings
+def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> tuple[int, tuple[str, ...]]:
+    """Return the most tokens a bundle may hold, and sentences about what that leaves out."""
+    largest, fixed = spec.max_position_embeddings, spec.fixed_rope_length
     if wanted is None and largest is None:
         raise ExportError(
             f"The config of {spec.architecture} does not say how many tokens it was made for. "
@@ -177,14 +181,17 @@ def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> int:
         )
     length = largest if wanted is None else wanted
     assert length is not None
-    switch = spec.rope_switch_length
-    if switch is not None and length > switch:
+    if fixed is None or length <= fixed:
+        return length, ()
+    reason = (
+        f"{spec.architecture} changes all its rotary frequencies beyond {fixed} tokens (longrope), "
+        f"which keys in a cache cannot follow"
+    )
+    if wanted is not None:
         raise ExportError(
-            f"{spec.architecture} changes all its rotary frequencies beyond {switch} tokens "
-            f"(longrope), which keys in a cache cannot follow, and {length} tokens are asked for. "
-            f"Pass --max-sequence-length {switch} or less."
+            f"--max-sequence-length is {wanted}, but {reason}. Choose at most {fixed}."
         )
-    return length
+    return fixed, (f"max_sequence_length: {fixed} of {largest} tokens: {reason}",)
 
 
 def _save_configs(
@@ -254,7 +261,7 @@ def _finish(
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
         files=bundle.list_files(folder),
-        refusals=tuple(str(refusal) for refusal in report.refusals),
+        refusals=(*traced.notices, *map(str, report.refusals)),
     )
     manifest.write(folder)
     return manifest

@@ -7,22 +7,28 @@ shared by reference with the PyTorch model; nothing is copied here.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvconv import names
 from kvconv.converter.attention import ATTENTION_NAME
+from kvconv.converter.complex_numbers import RealArithmetic
 from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
 from kvconv.converter.quiet import quiet
+from kvconv.converter.rope import original_frequencies
 from kvconv.errors import ExportError, UnsupportedModelError, root_cause
 
 # Traced at sizes that no model fixes by accident and that differ from one another.
 _BATCH, _SEQUENCE, _PAST = 2, 3, 5
+_ENDLESS = 2**31
+"""More tokens than any model takes; what torch.export does not limit is larger."""
 
 
 def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
@@ -46,7 +52,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
     """
     inputs = _example_inputs(spec)
     wrapper = _ExplicitCache(model, spec).eval()
-    with quiet(), _our_attention(model, spec), torch.no_grad():
+    with quiet(), _our_attention(model, spec), original_frequencies(model), torch.no_grad():
         try:
             program = torch.onnx.export(
                 wrapper,
@@ -60,7 +66,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            refusal = _refusal(error)
+            refusal = _refusal(error, spec)
             if refusal is not None:
                 raise refusal from error
             raise ExportError(
@@ -69,6 +75,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
             ) from error
     if program is None:
         raise ExportError(f"PyTorch returned no graph for {spec.architecture}.")
+    _check_width(program, spec)
     _name_dimensions(program.model.graph)
     _check_placeholders(program.model.graph, spec)
     return program.model
@@ -95,9 +102,10 @@ class _ExplicitCache(torch.nn.Module):
         arguments: dict[str, Any] = {self.cache_argument: cache}
         if position_ids is not None:
             arguments["position_ids"] = position_ids
-        output = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **arguments
-        )
+        with RealArithmetic():
+            output = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **arguments
+            )
         return output.logits, [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -192,10 +200,16 @@ def _check_placeholders(graph: ir.Graph, spec: DecoderSpec) -> None:
 
 
 def _own_attention(spec: DecoderSpec, num_calls: int) -> UnsupportedModelError:
+    layers = len(spec.cache_shapes)
+    why = (
+        "has attention code of its own"
+        if num_calls < layers
+        else "attends more than once per cache layer, or several layers share one"
+    )
     return UnsupportedModelError(
-        f"{spec.architecture} has attention code of its own: it calls transformers' attention "
-        f"interface {num_calls} times for {len(spec.cache_shapes)} layers. kvconv needs exactly "
-        f"one call per layer; choose a model whose class supports AttentionInterface.",
+        f"{spec.architecture} {why}: it calls transformers' attention interface {num_calls} times "
+        f"for {layers} layers. kvconv needs exactly one call per layer; choose a model whose class "
+        f"supports AttentionInterface.",
         model_type=spec.model_type,
     )
 
@@ -214,9 +228,31 @@ def _our_attention(model: PreTrainedModel, spec: DecoderSpec) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _refusal(error: BaseException) -> UnsupportedModelError | None:
-    """Return the refusal of ours that the exporter wrapped into its own errors, if any."""
+def _refusal(error: BaseException, spec: DecoderSpec) -> UnsupportedModelError | None:
+    """Return the refusal behind the exporter's own errors, if it is one: ours, or a branch."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UnsupportedModelError):
+        if isinstance(cause, GuardOnDataDependentSymNode):
+            return _branches(spec, "values that are known only when it runs")
+        if violated := re.match(r"Constraints violated \((.+?)\)", str(cause)):
+            return _branches(spec, violated.group(1))
         cause = cause.__cause__
     return cause
+
+
+def _check_width(program: torch.onnx.ONNXProgram, spec: DecoderSpec) -> None:
+    """Refuse a model that branches on the mask's width; torch.export freezes that unsaid."""
+    mask_shape = program.model.graph.inputs[1].shape
+    assert mask_shape is not None
+    assert program.exported_program is not None
+    for symbol, tokens in program.exported_program.range_constraints.items():
+        if str(symbol) == str(mask_shape[1]) and (tokens.lower > 1 or tokens.upper < _ENDLESS):
+            raise _branches(spec, f"{names.DIM_TOTAL} ({tokens.lower} to {tokens.upper})")
+
+
+def _branches(spec: DecoderSpec, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The Python code of {spec.architecture} branches on {what}, and a graph would hold the "
+        f"branch of the traced run only. kvconv cannot convert such a model.",
+        model_type=spec.model_type,
+    )

@@ -158,7 +158,8 @@ def test_process_that_checks_runs_nothing_from_the_current_folder(exported, tmp_
         (tmp_path / f"{name}.py").write_text(poison)
     monkeypatch.chdir(tmp_path)
     verifier = Verifier(prompt_tokens=24, threads=1)
-    result = verifier.compare(exported("llama").path, verifier.reference(tiny_model("llama"), None))
+    reference = verifier.reference(tiny_model("llama"), None, max_sequence_length=128)
+    result = verifier.compare(exported("llama").path, reference)
     assert result.status == "passed"
     assert not (tmp_path / "ran").exists()
 
@@ -230,7 +231,7 @@ def test_few_logits_are_spread_over_the_prompt(exported, monkeypatch, length):
     for module in ("pytorch", "checks"):
         monkeypatch.setattr(f"kvconv.verify.{module}.MAX_LOGITS", 8 * VOCAB_SIZE + 1)
     reference = make_reference(
-        tiny_model("llama"), None, prompt_tokens=length, max_sequence_length=None
+        tiny_model("llama"), None, prompt_tokens=length, max_sequence_length=128
     )
     positions = reference.prompt.positions
     assert len(positions) <= 8
@@ -278,7 +279,24 @@ def test_model_that_overflows_in_pytorch_is_refused():
     with pytest.raises(
         UnsupportedModelError, match="LlamaForCausalLM in float16 are not finite.*--dtype float32"
     ):
-        Verifier(prompt_tokens=24).reference(model, None)
+        Verifier(prompt_tokens=24).reference(model, None, max_sequence_length=128)
+
+
+def test_model_that_padding_changes_in_pytorch_has_no_padded_check_and_says_so(exported):
+    bart = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "vocab_size": 259}
+    references = [
+        make_reference(model, None, prompt_tokens=24, max_sequence_length=100)
+        for model in (tiny_model("bart", **bart), tiny_model("bloom"), tiny_model("llama"))
+    ]
+    assert [len(reference.rows) for reference in references] == [0, 3, 3]
+    assert [len(reference.not_checked) for reference in references] == [1, 0, 0]
+    (sentence,) = references[0].not_checked
+    assert "BartForCausalLM counts padded slots as positions" in sentence
+    bundle = Bundle.open(exported("llama").path)
+    unpadded = dataclasses.replace(references[2], rows=(), not_checked=(sentence,))
+    result = run_checks(Session(bundle, threads=1), bundle.manifest, unpadded)
+    assert (result.status, len(result.checks)) == ("passed", 4)
+    assert result.not_checked == (sentence,)
 
 
 def test_failed_record_leaves_the_manifest_and_nothing_else(exported, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_wrong_bundle_fails_where_it_is_wrong(exported, tmp_path, model_type, dt
         model if dtype == "float32" else model.half(),
         None,
         prompt_tokens=24,
-        max_sequence_length=None,
+        max_sequence_length=128,
     )
     failed = []
     for folder in (right, copy_wrong(right, tmp_path / "wrong", change)):

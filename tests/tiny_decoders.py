@@ -22,14 +22,15 @@ _LLAMA: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
-_WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+_WINDOWED = {"sliding_window": WINDOW, "layer_types": LAYER_TYPES}
 _CHUNKED = {
     "attention_chunk_size": WINDOW,
     "layer_types": ["chunked_attention", "full_attention"],
     "no_rope_layers": [1, 0],
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
-_LLAMA3 = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
     "factor": 8.0,
@@ -37,28 +38,35 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_LONGROPE = {
+LONGROPE = {
     "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.5, 2.0, 3.0],
-    "long_factor": [2.0, 3.0, 5.0, 9.0],
-    "original_max_position_embeddings": 64,
+    "rope_theta": 1e2,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [3.0, 9.0],
+    "original_max_position_embeddings": 16,
+}
+"""Value of rope_parameters that switches frequencies just beyond what the tests' prompts reach."""
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "llama3": _LLAMA | {"model_type": "llama", "rope_parameters": _LLAMA3},
+    "llama3": _LLAMA | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "mistral": _LLAMA | {"sliding_window": WINDOW},
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA | {"head_dim": 12},
+    "qwen2": _LLAMA
+    | {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": _LLAMA | {"head_dim": 12, "rope_parameters": _YARN},
     "gemma2": _LLAMA | _WINDOWED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
-    "gemma3_text": _LLAMA | _WINDOWED | {"query_pre_attn_scalar": 20},
-    "phi3": _LLAMA
-    | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}
-    | {"pad_token_id": PAD},
+    "gemma3_text": _LLAMA
+    | _WINDOWED
+    | {"query_pre_attn_scalar": 20, "rope_parameters": _TWO_ROPES},
+    "phi3": _LLAMA | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     "gpt2": _GPT,
-    "gpt_neox": _LLAMA,
+    "gpt_neox": _LLAMA | {"rotary_pct": 0.5},
     "gptj": _GPT | {"rotary_dim": 4},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -103,7 +111,7 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    settings = {"model_type": model_type} | CONFIGS[model_type] | tokens | overrides
+    settings = {"model_type": model_type} | CONFIGS.get(model_type, {}) | tokens | overrides
     config = AutoConfig.for_model(**settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(11)

@@ -124,8 +124,8 @@ def rewrite(
             rotation outside its nodes.
 
     Raises:
-        RewriteError: The graph has no attention, a placeholder could not be rewritten, or
-            something besides the op reads the cache.
+        RewriteError: The graph has no attention, a placeholder could not be rewritten, something
+            besides the op reads the cache, or a mask is not causal.
         ValueError: The graph is of another opset.
     """
     if graph.opset != opset:
@@ -155,6 +155,16 @@ def rewrite(
             raise _error(expected, outcome.count, outcome.refusals)
     if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
         raise _error(len(placeholders), len(placeholders), stray)
+    if looking_ahead := [
+        layer for layer, mask in sorted(masks.items()) if mask and not mask.causal
+    ]:
+        raise RewriteError(
+            f"The mask of layer {looking_ahead[0]} lets tokens see later ones, so what is cached "
+            f"for a token would change with each token after it. kvconv converts decoders whose "
+            f"attention is causal.",
+            expected=len(masks),
+            found=len(masks) - len(looking_ahead),
+        )
     windows, differences = calls.check(said, masks)
     return RewriteReport(counts, (*refusals, *differences), windows)
 

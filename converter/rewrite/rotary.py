@@ -120,8 +120,9 @@ def _pattern(
     head_dim: int,
     known: dict[object, _Rotation | None],
 ) -> _Match | str | None:
-    """Return how an operand is rotated, why that is not understood, or None for no tables."""
-    rotated = [region for region in regions if region.tables]
+    """Return how an operand is rotated, why that is not understood, or None if it is not."""
+    # A single table scales by position (llama4's attention temperature): no rotation.
+    rotated = [region for region in regions if len(region.tables) > 1]
     for region in rotated:
         if len(region.tables) != 2:
             continue

@@ -111,7 +111,7 @@ class Verification:
         tolerance: Largest absolute logit difference allowed: a part of the spread of PyTorch's
             logits that depends on the dtype.
         checks: In the order run.
-        not_checked: Sentences naming what this flavour does not support.
+        not_checked: Sentences naming what no check reached, and why.
     """
 
     status: Literal["passed", "failed", "skipped"]
@@ -163,7 +163,7 @@ class Manifest:
         outputs: Graph output names in order.
         rewrites: Rule name -> times fired.
         files: Every file of the bundle except the manifest.
-        refusals: Sentences saying what a rule left alone, and why.
+        refusals: Sentences saying what was left alone, and why.
         verification: Result of the last verification.
         kvconv_version: Version that wrote the bundle.
         format_version: Version of this format.

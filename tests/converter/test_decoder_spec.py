@@ -48,16 +48,25 @@ def test_recurrent_model_is_refused():
     assert info.value.model_type == "mamba"
 
 
-def test_length_dependent_rope_is_refused_by_name():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="rope_type 'dynamic'"):
-        describe(tiny_model("llama", rope_parameters=rope))
+def test_hybrid_model_is_refused_with_its_kinds_of_layers():
+    config = AutoConfig.for_model(
+        "lfm2", hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=64,
+        num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="layers of conv and full_attention"):
+        describe(AutoModelForCausalLM.from_config(config).eval())
 
 
-def test_longrope_says_where_it_switches():
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-    }  # fmt: skip
-    assert describe(tiny_model("llama", rope_parameters=rope)).rope_switch_length == 16
-    assert describe(tiny_model("llama")).rope_switch_length is None
+def test_model_that_needs_more_than_token_ids_is_refused_with_the_cause(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=1)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda pixels, **inputs: forward(**inputs))
+    with pytest.raises(UnsupportedModelError, match="on token ids alone: .* argument: 'pixels'"):
+        describe(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "length"), [("phi3", 16), ("llama", None)], ids=["longrope", "default"]
+)
+def test_fixed_rope_length_is_where_frequencies_change(model_type, length):
+    assert describe(tiny_model(model_type)).fixed_rope_length == length

@@ -13,7 +13,7 @@ from kvconv import custom_ops, names
 from kvconv.converter import ExportOptions, bundle, export
 from kvconv.errors import ExportError, UnsupportedModelError, VerificationError
 from kvconv.manifest import CacheLayer, CheckResult, Verification, check_files, read_manifest
-from tiny_decoders import WINDOW, save_tiny
+from tiny_decoders import WINDOW
 
 EXPORTS = {
     "llama flash": ("llama", {}),
@@ -39,7 +39,7 @@ def report(request, exported):
 class FailedVerifier:
     """Finds the result wrong."""
 
-    def reference(self, model, tokenizer):
+    def reference(self, model, tokenizer, *, max_sequence_length):
         return "reference"
 
     def compare(self, folder, reference):
@@ -171,14 +171,18 @@ def test_model_that_states_no_length_asks_for_one(tmp_path):
         export(str(tmp_path / "bloom"), tmp_path / "b", ExportOptions(max_sequence_length=32))
 
 
-def test_longrope_beyond_its_switch_is_refused_with_the_length_to_pass(tmp_path):
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-    }  # fmt: skip
-    model = save_tiny(tmp_path / "model", "llama", rope_parameters=rope)
-    with pytest.raises(ExportError, match="--max-sequence-length 16 or less"):
-        export(str(model), tmp_path / "b")
+def test_longrope_limits_the_length_to_where_it_switches_and_says_so(exported):
+    manifest = read_manifest(exported("phi3").path)
+    assert manifest.max_sequence_length == 16
+    (sentence,) = manifest.refusals
+    assert sentence.startswith("max_sequence_length: 16 of 128 tokens: Phi3ForCausalLM changes")
+    assert manifest.verification.status == "passed"
+
+
+def test_longrope_beyond_its_switch_is_refused_with_both_numbers(checkpoint, tmp_path):
+    options = ExportOptions(max_sequence_length=17)
+    with pytest.raises(ExportError, match="is 17, but Phi3ForCausalLM .* Choose at most 16"):
+        export(str(checkpoint("phi3")), tmp_path / "b", options)
     assert not (tmp_path / "b").exists()
 
 

@@ -7,11 +7,11 @@ import onnx_graphsurgeon as gs
 import pytest
 
 import rewrite_graphs as graphs
-import tiny_decoders
 from kvconv import names
 from kvconv.converter.rewrite import RewriteReport, read_graph, rewrite
 from kvconv.converter.rewrite.graph import find
 from kvconv.converter.rewrite.mask import LONG_PAST
+from kvconv.errors import RewriteError
 from rewrite_graphs import Mask, bool_mask, decoder
 from tiny_decoders import WINDOW
 
@@ -39,9 +39,10 @@ def test_calls_that_say_another_window_are_reported_and_the_mask_counts(
 
 
 @FLAVOURS
-def test_calls_that_say_causal_of_a_mask_that_is_not_are_reported(attention: str) -> None:
-    (refusal,) = rewritten(attention, (0,), graphs.padding).refusals
-    assert "call says causal and no window, its mask not causal and no window" in refusal.reason
+def test_mask_that_is_not_causal_is_refused_whatever_the_call_says(attention: str) -> None:
+    with pytest.raises(RewriteError, match="layer 1 lets tokens see later ones") as info:
+        rewritten(attention, (0, 0), bool_mask(), graphs.padding)
+    assert (info.value.expected, info.value.found) == (2, 1)
 
 
 @FLAVOURS
@@ -65,9 +66,6 @@ def test_calls_are_not_asked_of_a_graph_rewritten_before() -> None:
     assert (report.windows, report.refusals) == ((3,), ())
 
 
-MISTRAL = {**tiny_decoders.CONFIGS["llama"], "sliding_window": WINDOW}
-
-
 @pytest.mark.parametrize(
     ("model_type", "windows"), [("gemma3_text", (WINDOW, 0)), ("mistral", (WINDOW, WINDOW))]
 )
@@ -77,9 +75,7 @@ def test_calls_of_transformers_count_the_query_in_its_window_as_masks_do(
     windows: tuple[int, ...],
     attention: str,
     traced: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(tiny_decoders.CONFIGS, "mistral", MISTRAL)
     _, _, path = traced(model_type)
     graph: gs.Graph = read_graph(path)
     nodes = find(graph, names.TRACE_ATTENTION, names.TRACE_DOMAIN)

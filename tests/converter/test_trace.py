@@ -10,9 +10,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvconv import names
 from kvconv.converter.decoder_spec import describe
 from kvconv.converter.trace import trace
-from kvconv.errors import ExportError, UnsupportedModelError
+from kvconv.errors import UnsupportedModelError
 from rewrite_graphs import Attention
-from tiny_decoders import CONFIGS, WINDOW, padded_batch, tiny_model
+from tiny_decoders import (
+    CONFIGS,
+    LAYER_TYPES,
+    LLAMA3_ROPE,
+    LONGROPE,
+    WINDOW,
+    padded_batch,
+    tiny_model,
+)
 
 MODEL_TYPES = tuple(CONFIGS)
 
@@ -78,6 +86,19 @@ def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
         ("gemma2", {"final_logit_softcapping": None}),
         ("qwen3", {"rms_norm_eps": 1.0}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
+        ("mistral", {"sliding_window": 99}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("qwen3", {"rope_parameters": LLAMA3_ROPE}),
+        ("gemma3_text", {"rope_parameters": {kind: LLAMA3_ROPE for kind in LAYER_TYPES}}),
+        ("phi3", {"rope_parameters": LONGROPE | {"short_factor": LONGROPE["long_factor"]}}),
+        ("phi3", {"rope_parameters": LONGROPE | {"attention_factor": 1.0}}),
+        ("gpt_neox", {"rotary_pct": 0.25}),
+        ("cohere", {"logit_scale": 0.5}),
+        ("smollm3", {"no_rope_layers": [1, 1]}),
+        ("llama4_text", {"attention_chunk_size": 99}),
+        ("llama4_text", {"use_qk_norm": False}),
+        ("llama4_text", {"attn_temperature_tuning": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -152,10 +173,41 @@ def test_unknown_attention_keyword_is_refused_by_name_and_the_model_restored(mon
     assert model.config._attn_implementation == before
 
 
-def test_model_that_branches_on_data_is_an_export_error(monkeypatch):
-    model = tiny_model("llama", num_hidden_layers=1)
+def _branch_on_data(model):
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
-    monkeypatch.setattr(mlp, "forward", lambda x: forward(x) if x.sum() > 0 else x)
-    with pytest.raises(ExportError, match="cannot trace LlamaForCausalLM"):
+    mlp.forward = lambda x: forward(x) if x.sum() > 0 else x
+
+
+def _branch_on_new_tokens(model):
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) if x.shape[1] < 600 else x
+
+
+def _branch_on_total_tokens(model):
+    decoder = model.model
+    forward = decoder.forward
+
+    def branching(*args, attention_mask=None, **kwargs):
+        output = forward(*args, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None and attention_mask.shape[1] > 600:
+            output.last_hidden_state = -output.last_hidden_state
+        return output
+
+    decoder.forward = branching
+
+
+@pytest.mark.parametrize(
+    ("branch", "what"),
+    [
+        (_branch_on_data, "values that are known only when it runs"),
+        (_branch_on_new_tokens, "sequence_length"),
+        (_branch_on_total_tokens, r"total_sequence_length \(0 to 600\)"),
+    ],
+)
+def test_model_that_branches_is_refused_with_what_it_branches_on(branch, what):
+    model = tiny_model("llama", num_hidden_layers=1)
+    branch(model)
+    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM branches on {what}"):
         trace(model, describe(model), opset=23)

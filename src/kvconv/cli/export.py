@@ -65,8 +65,7 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier
 
-        checks = Verifier(max_sequence_length=options["max_sequence_length"])
-        verifier = None if no_verify else checks
+        verifier = None if no_verify else Verifier()
         started = time.perf_counter()
         with StageLines() as stages:
             report = export(model, output, ExportOptions(**options), verifier, progress=stages)

@@ -48,11 +48,7 @@ def command(
         from kvconv.converter.load import load_model
         from kvconv.verify import Verifier, record, require_same_model
 
-        verifier = Verifier(
-            prompt_tokens=prompt_tokens,
-            max_sequence_length=manifest.max_sequence_length,
-            threads=threads,
-        )
+        verifier = Verifier(prompt_tokens=prompt_tokens, threads=threads)
         print_status(f"loading {model or source.model}")
         loaded = load_model(
             model or source.model,
@@ -63,7 +59,9 @@ def command(
         )
         require_same_model(manifest, loaded.model)
         print_status("running PyTorch")
-        reference = verifier.reference(loaded.model, loaded.tokenizer)
+        reference = verifier.reference(
+            loaded.model, loaded.tokenizer, max_sequence_length=manifest.max_sequence_length
+        )
         del loaded
         print_status("running the bundle")
         result = verifier.compare(bundle, reference)

@@ -51,14 +51,14 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
 
     # 4. left-padded batch, or one of equal lengths
     not_checked = reference.not_checked
-    if FLAVOURS[manifest.attention].padding:
+    if not FLAVOURS[manifest.attention].padding:
+        check("equal-length batch", *_equal_batch(session, prompt, again))
+        not_checked += (f"left-padded batch: the {manifest.attention} flavour takes no padding",)
+    elif reference.rows:
         check(
             "left-padded batch",
             *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
         )
-    else:
-        check("equal-length batch", *_equal_batch(session, prompt, again))
-        not_checked += (f"left-padded batch: the {manifest.attention} flavour takes no padding",)
 
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",

@@ -20,33 +20,30 @@ if TYPE_CHECKING:
 class Verifier:
     """Runs the checks; the converter calls it between tracing and the final rename."""
 
-    def __init__(
-        self,
-        *,
-        prompt_tokens: int | None = None,
-        max_sequence_length: int | None = None,
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, *, prompt_tokens: int | None = None, threads: int | None = None) -> None:
         """Set the checks up.
 
         Args:
             prompt_tokens: Length of the prompt; None for 128, or past two sliding windows.
-            max_sequence_length: Most tokens the bundle holds, at least 2; None for what the
-                model's config says. The prompt becomes shorter to fit.
             threads: Threads for ONNX Runtime; None for its default.
         """
         self._prompt_tokens = prompt_tokens
-        self._max_sequence_length = max_sequence_length
         self._threads = threads
 
     def reference(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        max_sequence_length: int,
     ) -> StoredReference:
         """Run PyTorch on every sequence of the checks; takes some seconds.
 
         Args:
             model: In evaluation mode, on the CPU.
             tokenizer: Encodes the test text; None for pseudo-random ids.
+            max_sequence_length: Most tokens the bundle holds, at least 2. The prompt becomes
+                shorter to fit.
         """
         # Here, because the process that checks must not import PyTorch.
         from kvconv.verify.pytorch import make_reference
@@ -56,7 +53,7 @@ class Verifier:
                 model,
                 tokenizer,
                 prompt_tokens=self._prompt_tokens,
-                max_sequence_length=self._max_sequence_length,
+                max_sequence_length=max_sequence_length,
             )
         )
 
