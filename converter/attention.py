@@ -124,9 +124,9 @@ def _spelled_out(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002
+    is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` does.
 
@@ -141,7 +141,9 @@ def _spelled_out(
         enable_gqa: Repeat keys and values for the query heads that share them.
     """
     if dropout_p:
-        raise UnsupportedModelError(f"attention drops {dropout_p} of its weights; call model.eval()")
+        raise UnsupportedModelError(
+            f"attention drops {dropout_p} of its weights; call model.eval()"
+        )
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))

@@ -17,9 +17,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvconv import names
+from kvconv.converter.alibi_table import computed_alibi
 from kvconv.converter.attention import ATTENTION_NAME, spelled_out_attention
-from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
 from kvconv.converter.causal_table import computed_tables
+from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
 from kvconv.converter.quiet import quiet
 from kvconv.errors import ExportError, UnsupportedModelError, root_cause
 
@@ -215,7 +216,7 @@ def _our_attention(model: PreTrainedModel) -> Iterator[bool]:
         if model.config._attn_implementation == ATTENTION_NAME:
             yield True
         else:
-            with spelled_out_attention(), computed_tables(model):
+            with spelled_out_attention(), computed_tables(model), computed_alibi(model):
                 yield False
     finally:
         model.set_attn_implementation(before)

@@ -59,9 +59,7 @@ def read_masks(graph: gs.Graph) -> Masks:
     }
 
 
-def check(
-    calls: Calls, masks: Masks
-) -> tuple[tuple[int | None, ...], tuple[Refusal, ...]]:
+def check(calls: Calls, masks: Masks) -> tuple[tuple[int | None, ...], tuple[Refusal, ...]]:
     """Return each layer's window, and one refusal per call that says other than its mask."""
     windows = []
     refusals = []

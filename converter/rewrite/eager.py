@@ -173,7 +173,9 @@ def _query(operand: gs.Tensor, dtype: np.dtype[Any]) -> tuple[gs.Variable, float
         else:
             break
     if not _has_heads(tensor) or tensor.dtype != dtype:
-        raise UnlikeError(f"no query of shape [batch, heads, tokens, width] lies above {operand.name}")
+        raise UnlikeError(
+            f"no query of shape [batch, heads, tokens, width] lies above {operand.name}"
+        )
     return tensor, factor
 
 
@@ -197,7 +199,7 @@ def _check(graph: gs.Graph, match: _Match, scores: Scores) -> tuple[gs.Variable,
             f"{match.query.shape[1]} query heads are no multiple of {match.key.shape[1]} key heads"
         )
     mask = None if scores.mask is None else _mask_values(graph, scores.mask)
-    expected = _attention(*heads, scores, mask)
+    expected = _attention(scores, mask, *heads)
     layouts: tuple[Layout, ...] = ("BSD", "BSNH", "BNSH")
     for tensor, values in reversed(list(zip(match.outputs, outputs, strict=True))):
         for layout in layouts:
@@ -215,7 +217,7 @@ def _mask_values(graph: gs.Graph, mask: gs.Tensor) -> Array:
     return np.where(values, 0.0, -np.inf) if values.dtype == bool else values.astype(np.float64)
 
 
-def _attention(query: Array, key: Array, value: Array, scores: Scores, mask: Array | None) -> Array:
+def _attention(scores: Scores, mask: Array | None, query: Array, key: Array, value: Array) -> Array:
     """Return the formula's result [B,S,N,Hv] in float64."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = (array.astype(np.float64) for array in (query, key, value))
@@ -259,7 +261,9 @@ def _rewrite(
     new = split
     if layout == "BSD":
         shape = [names.DIM_BATCH, names.DIM_SEQUENCE, heads * width]
-        new = editor.add("Reshape", [split, editor.ints(0, 0, heads * width)], dtype=dtype, shape=shape)
+        new = editor.add(
+            "Reshape", [split, editor.ints(0, 0, heads * width)], dtype=dtype, shape=shape
+        )
     elif layout == "BNSH":
         new = editor.add("Transpose", [split], {"perm": [0, 2, 1, 3]}, dtype=dtype)
     replace_uses(old, cast(editor, new, old.dtype))

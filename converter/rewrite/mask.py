@@ -9,8 +9,8 @@ and add nothing to the scores of what is seen, or slope * j (ALiBi; softmax does
 is added to a whole row). A row in which nothing may be seen is a padding query; nobody reads its
 result, so there any value will do. Without an exact match the bias stays, which is always right.
 
-ALiBi may count the slots that mask[b] attends to instead of all (BLOOM). The op counts all, which is
-the same for padding on either side; that it differs behind holes is reported.
+ALiBi may count attended slots only (BLOOM). The op counts all, which is the same for padding on
+either side; that it differs behind holes is reported.
 
 A bias that reads token ids or position ids stays too, unevaluated: a caller may pass any (packed
 sequences restart their positions), so agreeing on the ids that a mask implies proves nothing.

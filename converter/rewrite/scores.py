@@ -166,7 +166,9 @@ def _with_four_axes(editor: Editor, operand: gs.Tensor, heads: int, probe: Probe
 
 
 def _evaluate(graph: gs.Graph, tensor: gs.Tensor, probe: Probe) -> Array:
-    if isinstance(tensor, gs.Constant) and not is_external(tensor):
+    if is_external(tensor):
+        raise UnlikeError(f"scores are masked by or added to the weight {tensor.name}")
+    if isinstance(tensor, gs.Constant):
         values: Array = tensor.values
         return values
     return Cut(graph, [tensor]).run(probe.feeds())[0]
