@@ -1,10 +1,14 @@
 """Our attention and mask functions, as transformers calls them while a decoder is traced.
 
 Importing this module registers both under one name. An attention function alone would not do:
-transformers then passes no mask at all, and chunked attention is lost without a word.
+transformers then passes no mask at all, and chunked attention is lost without a word. Models that
+call PyTorch's attention function by themselves get one that spells attention out.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -104,6 +108,53 @@ def _mask(*positional: Any, **keywords: Any) -> torch.Tensor | None:
     keywords |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: torch.Tensor | None = sdpa_mask(*positional, **keywords)
     return mask
+
+
+@contextlib.contextmanager
+def spelled_out_attention() -> Iterator[None]:
+    """Make PyTorch's attention function leave MatMul, Softmax and MatMul in a graph."""
+    functional = torch.nn.functional
+    with mock.patch.object(functional, "scaled_dot_product_attention", _spelled_out):
+        yield
+
+
+def _spelled_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute what `torch.nn.functional.scaled_dot_product_attention` does.
+
+    Args:
+        query: [batch_size, num_attention_heads, sequence_length, head_dim] (BNSH).
+        key: [batch_size, num_key_value_heads, total_sequence_length, head_dim] (BNSH).
+        value: Like key, of its own width.
+        attn_mask: bool (True = attend) or float (added), broadcastable to the scores.
+        dropout_p: Must be 0.
+        is_causal: Mask later slots, counted from the first for both queries and keys.
+        scale: Factor of the scores; None is 1/sqrt(head_dim).
+        enable_gqa: Repeat keys and values for the query heads that share them.
+    """
+    if dropout_p:
+        raise UnsupportedModelError(
+            f"attention drops {dropout_p} of its weights; call model.eval()"
+        )
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = torch.where(attn_mask, scores, torch.finfo(scores.dtype).min)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(dim=-1) @ value
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)

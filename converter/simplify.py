@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer
 
+from kvconv.converter.bfloat16 import compute_in_float32
 from kvconv.converter.weights import INLINE_BYTES
 
 _WRAPPER_PREFIX = "model."
@@ -16,6 +17,7 @@ _WRAPPER_PREFIX = "model."
 def simplify(model: ir.Model) -> None:
     """Shrink a traced model in place; outputs keep their names and values."""
     _name_weights_as_the_checkpoint(model.graph)
+    compute_in_float32(model.graph)
     passes = ir.passes.Sequential(
         common.InlinePass(),
         _FoldSmallConstants(),

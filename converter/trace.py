@@ -2,8 +2,9 @@
 
 The model runs with an attention function and a mask function of ours, so that each attention call
 becomes one placeholder node (`kvconv.trace::Attention`) which still says what the call said: scale,
-softcap, window, sinks and mask. Everything else becomes plain ONNX operators. The weights are
-shared by reference with the PyTorch model; nothing is copied here.
+softcap, window, sinks and mask. Everything else becomes plain ONNX operators, and so does attention
+where a model computes it by itself: rule `eager` makes placeholders of that. The weights are shared
+by reference with the PyTorch model; nothing is copied here.
 """
 
 import contextlib
@@ -18,7 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvconv import names
-from kvconv.converter.attention import ATTENTION_NAME
+from kvconv.converter.alibi_table import computed_alibi
+from kvconv.converter.attention import ATTENTION_NAME, spelled_out_attention
+from kvconv.converter.causal_table import computed_tables
 from kvconv.converter.complex_numbers import RealArithmetic
 from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
 from kvconv.converter.quiet import quiet
@@ -35,7 +38,8 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
     """Trace a decoder into an ONNX graph with explicit past and present.
 
     The graph's inputs and outputs have the names and dimensions of `kvconv.names`; each attention
-    is one placeholder node whose key and value inputs are the concatenation of past and new.
+    is one placeholder node whose key and value inputs are the concatenation of past and new, or
+    spelled with MatMul and Softmax where the model has attention code of its own.
 
     Args:
         model: In eval mode, on the CPU. Its attention implementation is replaced during the call.
@@ -46,13 +50,18 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
         A model whose initializers share memory with the PyTorch weights.
 
     Raises:
-        UnsupportedModelError: The model computes attention by itself, so nothing stands for it in
-            the graph, or its attention has a feature that the placeholder cannot express.
+        UnsupportedModelError: The model calls the attention interface for some layers only, or its
+            attention has a feature that the placeholder cannot express.
         ExportError: PyTorch could not trace the model.
     """
     inputs = _example_inputs(spec)
     wrapper = _ExplicitCache(model, spec).eval()
-    with quiet(), _our_attention(model, spec), original_frequencies(model), torch.no_grad():
+    with (
+        quiet(),
+        _our_attention(model) as is_ours,
+        original_frequencies(model),
+        torch.no_grad(),
+    ):
         try:
             program = torch.onnx.export(
                 wrapper,
@@ -77,7 +86,8 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
         raise ExportError(f"PyTorch returned no graph for {spec.architecture}.")
     _check_width(program, spec)
     _name_dimensions(program.model.graph)
-    _check_placeholders(program.model.graph, spec)
+    if is_ours:
+        _check_placeholders(program.model.graph, spec)
     return program.model
 
 
@@ -196,34 +206,36 @@ def _check_placeholders(graph: ir.Graph, spec: DecoderSpec) -> None:
         if node.domain == names.TRACE_DOMAIN and node.op_type == names.TRACE_ATTENTION
     )
     if layers != list(range(len(spec.cache_shapes))):
-        raise _own_attention(spec, len(layers))
-
-
-def _own_attention(spec: DecoderSpec, num_calls: int) -> UnsupportedModelError:
-    layers = len(spec.cache_shapes)
-    why = (
-        "has attention code of its own"
-        if num_calls < layers
-        else "attends more than once per cache layer, or several layers share one"
-    )
-    return UnsupportedModelError(
-        f"{spec.architecture} {why}: it calls transformers' attention interface {num_calls} times "
-        f"for {layers} layers. kvconv needs exactly one call per layer; choose a model whose class "
-        f"supports AttentionInterface.",
-        model_type=spec.model_type,
-    )
+        why = (
+            "only in some"
+            if len(layers) < len(spec.cache_shapes)
+            else "more than once per cache layer, or several layers share one"
+        )
+        raise UnsupportedModelError(
+            f"{spec.architecture} calls transformers' attention interface {len(layers)} times for "
+            f"{len(spec.cache_shapes)} layers: {why}. kvconv needs exactly one call per layer; "
+            f"choose a model whose class calls it for every layer, or never.",
+            model_type=spec.model_type,
+        )
 
 
 @contextlib.contextmanager
-def _our_attention(model: PreTrainedModel, spec: DecoderSpec) -> Iterator[None]:
-    """Switch a model to our attention functions and back."""
+def _our_attention(model: PreTrainedModel) -> Iterator[bool]:
+    """Switch a model to our attention functions and back.
+
+    Yields:
+        False if its class does not know the interface. Then it runs as it always does, but spells
+        attention and causal masks out.
+    """
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     try:
         # A class that does not know the interface only logs that, and keeps what it had.
-        if model.config._attn_implementation != ATTENTION_NAME:
-            raise _own_attention(spec, 0)
-        yield
+        if model.config._attn_implementation == ATTENTION_NAME:
+            yield True
+        else:
+            with spelled_out_attention(), computed_tables(model), computed_alibi(model):
+                yield False
     finally:
         model.set_attn_implementation(before)
 

@@ -10,24 +10,27 @@ The flash flavour, in order, and why:
 1. `tidy`                 Merges repeated work: later rules meet each mask, cos and sin once.
 2. `past_length`          Before masks are evaluated: afterwards they depend on attention_mask,
                           position_ids and the shape of input_ids only, which probes can supply.
-3. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
+3. `eager`                MatMul-Softmax-MatMul -> placeholder, where a model computes attention by
+                          itself. After `past_length`: shapes around it read the cache.
+4. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
                           rotation outside, heads moved by Transpose): right, not yet fast.
-4. `mask`                 Bias -> causal, window_size and attention_mask.
-5. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
-6. `heads`                Transposes and Reshapes around the op disappear.
-7. `num_logits_to_keep`   Slice in front of the LM head.
-8. `float32_logits`       After the Slice, so that only kept logits are cast.
-9. `tidy`                 Again, over what the rules left behind.
-10. `cache_use`           A check: nothing but the op may look at the cache.
-11. `calls`               A check: what attention calls said against what their masks say.
+5. `mask`                 Bias -> causal, window_size and attention_mask.
+6. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
+7. `heads`                Transposes and Reshapes around the op disappear.
+8. `num_logits_to_keep`   Slice in front of the LM head.
+9. `float32_logits`       After the Slice, so that only kept logits are cast.
+10. `tidy`                Again, over what the rules left behind.
+11. `cache_use`           A check: nothing but the op may look at the cache.
+12. `calls`               A check: what attention calls said against what their masks say.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 6. The standard flavour
-replaces 3 to 6 by `standard` (ONNX Attention or decomposed operators), and has no use for 10.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 7. The standard flavour
+replaces 4 to 7 by `standard` (ONNX Attention or decomposed operators), and has no use for 11.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +40,7 @@ from kvconv import names
 from kvconv.converter.rewrite import (
     cache_use,
     calls,
+    eager,
     flash,
     float32_logits,
     gqa,
@@ -73,7 +77,7 @@ class Rule(Protocol):
         """Rewrite every match, in place."""
 
 
-_BEFORE: tuple[Rule, ...] = (tidy, past_length)
+_BEFORE: tuple[Rule, ...] = (tidy, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
@@ -116,32 +120,35 @@ def rewrite(
     """Rewrite a traced graph in place.
 
     Args:
-        graph: As traced, with `kvconv.trace::Attention` placeholders; may have been rewritten
-            already, which changes nothing.
+        graph: As traced, with `kvconv.trace::Attention` placeholders or eager attention; may have
+            been rewritten already, which changes nothing.
         attention: Flavour of the attention nodes.
         opset: Version of the default ONNX domain that the graph uses.
         max_sequence_length: Most tokens a cache will hold; without it the gqa flavour leaves
             rotation outside its nodes.
 
     Raises:
-        RewriteError: The graph has no attention, a placeholder could not be rewritten, something
+        RewriteError: The graph has no cache, a layer's attention could not be rewritten, something
             besides the op reads the cache, or a mask is not causal.
         ValueError: The graph is of another opset.
     """
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
     editor = Editor(graph, max_sequence_length=max_sequence_length)
-    placeholders = find(graph, *_PLACEHOLDER)
-    if not placeholders and not num_logits.is_done(graph):
+    num_layers = 0 if num_logits.is_done(graph) else _count_layers(graph)
+    if not num_layers and not num_logits.is_done(graph):
         raise RewriteError(
-            f"The graph has no {names.TRACE_DOMAIN}::{names.TRACE_ATTENTION} node, so there is "
-            f"nothing to rewrite. Trace the model with kvconv."
+            f"The graph has no input {names.past_key(0)}, so there is no attention to rewrite. "
+            f"Trace the model with kvconv."
         )
     counts: dict[str, int] = {}
     refusals: list[Refusal] = []
-    said = calls.said(placeholders)
+    said: calls.Calls = {}
+    placeholders: list[gs.Node] = []
     masks: calls.Masks = {}
     for rule in _RULES[attention]:
+        if rule.NAME == eager.NAME and not num_layers:
+            continue  # attention that `standard` decomposed would look eager again
         if rule.NAME == standard.NAME:
             masks = calls.evaluate_masks(graph, placeholders)  # while there are masks to ask
         target = _MUST_REWRITE.get(rule.NAME)
@@ -151,6 +158,13 @@ def rewrite(
             masks = calls.read_masks(graph)  # before another flavour's nodes take over
         counts[rule.NAME] = counts.get(rule.NAME, 0) + outcome.count
         refusals += outcome.refusals
+        if rule.NAME == eager.NAME:
+            if outcome.count:
+                counts[tidy.NAME] += tidy.apply(editor).count  # layers share the masks it made
+            placeholders = find(graph, *_PLACEHOLDER)
+            said = calls.said(placeholders)
+            if len(placeholders) < num_layers:
+                raise _error(num_layers, len(placeholders), outcome.refusals)
         if outcome.count < expected:
             raise _error(expected, outcome.count, outcome.refusals)
     if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
@@ -167,6 +181,11 @@ def rewrite(
         )
     windows, differences = calls.check(said, masks)
     return RewriteReport(counts, (*refusals, *differences), windows)
+
+
+def _count_layers(graph: gs.Graph) -> int:
+    inputs = {tensor.name for tensor in graph.inputs}
+    return next(layer for layer in itertools.count() if names.past_key(layer) not in inputs)
 
 
 def _error(expected: int, found: int, refusals: tuple[Refusal, ...]) -> RewriteError:

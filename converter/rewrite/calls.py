@@ -15,11 +15,13 @@ from kvconv.converter.rewrite.mask import LONG_PAST, Visibility, recognise
 NAME = "calls"
 _PAST_KEY = names.FLASH_ATTENTION_INPUTS.index("past_key")
 
+Calls = Mapping[int, Visibility]
+"""Layer index -> what the layer's attention call said; nothing where no call was traced."""
 Masks = Mapping[int, Visibility | None]
 """Layer index -> what the layer's mask says; None where it cannot be said with attributes."""
 
 
-def said(placeholders: Sequence[gs.Node]) -> dict[int, Visibility]:
+def said(placeholders: Sequence[gs.Node]) -> Calls:
     """Return what each layer's attention call said, by layer index."""
     return {
         node.attrs["layer_index"]: Visibility(
@@ -27,6 +29,7 @@ def said(placeholders: Sequence[gs.Node]) -> dict[int, Visibility]:
             window_size=_window(node.attrs["window_size"]),
         )
         for node in placeholders
+        if "is_causal" in node.attrs  # rule `eager` knows of no call
     }
 
 
@@ -56,9 +59,7 @@ def read_masks(graph: gs.Graph) -> Masks:
     }
 
 
-def check(
-    calls: Mapping[int, Visibility], masks: Masks
-) -> tuple[tuple[int | None, ...], tuple[Refusal, ...]]:
+def check(calls: Calls, masks: Masks) -> tuple[tuple[int | None, ...], tuple[Refusal, ...]]:
     """Return each layer's window, and one refusal per call that says other than its mask."""
     windows = []
     refusals = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
@@ -63,7 +64,8 @@ class Cut:
     Args:
         graph: Where the tensors live; not changed.
         outputs: Tensors to compute.
-        given: Tensors whose values the caller feeds.
+        given: Tensors whose values the caller feeds; constants in the weights file may be among
+            them.
         positions: Whether the part may read position_ids, not only their shape.
 
     Raises:
@@ -81,8 +83,9 @@ class Cut:
     ) -> None:
         nodes = upstream(outputs, given)
         read = {tensor.name: tensor for node in nodes for tensor in node.inputs}
-        for tensor in read.values():
-            if is_external(tensor):
+        known = {tensor.name for tensor in given}
+        for name, tensor in read.items():
+            if is_external(tensor) and name not in known:
                 raise NotEvaluableError(f"it depends on the weight {tensor.name}")
             if is_past(tensor):
                 raise NotEvaluableError(f"it depends on {tensor.name}")
@@ -97,15 +100,21 @@ class Cut:
                 raise NotEvaluableError(f"it depends on the attention node {node.name}")
         wanted = {tensor.name for tensor in [*given, *graph.inputs]}
         inputs = [tensor for name, tensor in read.items() if name in wanted]
+        weights = [tensor for tensor in inputs if is_external(tensor)]
         computed = {tensor.name for node in nodes for tensor in node.outputs}
         if not all(tensor.name in computed for tensor in outputs):
             raise NotEvaluableError("it is an input or a constant")
         cut = gs.Graph(
-            nodes, inputs, list(outputs), opset=graph.opset, import_domains=graph.import_domains
+            nodes,
+            [tensor for tensor in inputs if not is_external(tensor)],
+            list(outputs),
+            opset=graph.opset,
+            import_domains=graph.import_domains,
         )
         cut.ir_version = graph.ir_version
         model = gs.export_onnx(cut, do_type_check=False)
         del model.graph.value_info[:]
+        _make_inputs(model.graph, weights)
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
@@ -136,6 +145,16 @@ class Cut:
             return list(self._session.run(self._outputs, feeds))
         except Exception as error:
             raise NotEvaluableError(f"it fails on a probe: {_first_line(error)}") from error
+
+
+def _make_inputs(graph: onnx.GraphProto, weights: Sequence[gs.Tensor]) -> None:
+    """Turn constants into inputs, which onnx-graphsurgeon has no way to say."""
+    entries = {entry.name: entry for entry in graph.initializer}
+    for entry in [entries[weight.name] for weight in weights]:
+        graph.input.append(
+            onnx.helper.make_tensor_value_info(entry.name, entry.data_type, entry.dims)
+        )
+        graph.initializer.remove(entry)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,12 +9,15 @@ and add nothing to the scores of what is seen, or slope * j (ALiBi; softmax does
 is added to a whole row). A row in which nothing may be seen is a padding query; nobody reads its
 result, so there any value will do. Without an exact match the bias stays, which is always right.
 
+ALiBi may count attended slots only (BLOOM). The op counts all, which is the same for padding on
+either side; that it differs behind holes is reported.
+
 A bias that reads token ids or position ids stays too, unevaluated: a caller may pass any (packed
 sequences restart their positions), so agreeing on the ids that a mask implies proves nothing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -24,6 +27,10 @@ from kvconv.converter.rewrite.evaluate import Array, Cut, NotEvaluableError, Pro
 from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, get_operand, set_operand
 
 NAME = "mask"
+_HOLES = (
+    "holes in attention_mask are left alone: the model's ALiBi counts attended slots, the op's "
+    "counts all, which differ only behind a hole"
+)
 LONG_PAST = 2**20 + 2
 """Past length of the probe that finds a window; longer than the windows in use."""
 
@@ -36,11 +43,13 @@ class Visibility:
         causal: Whether a query sees no later slot.
         window_size: Slots a query sees, its own included; None for all.
         slopes: What a slot adds to the score per slot before it, per head or for all; None for 0.
+        counts_attended: Whether only attended slots count as slots before it.
     """
 
     causal: bool
     window_size: int | None = None
     slopes: tuple[float, ...] | None = None
+    counts_attended: bool = False
 
     def seen(self, probe: Probe) -> Array:
         """Return [batch_size, sequence_length, total_sequence_length] bool."""
@@ -54,6 +63,14 @@ class Visibility:
             seen = seen & (slot > query_slot - self.window_size)
         return seen & (probe.attention_mask != 0)[:, None]
 
+    def added(self, probe: Probe) -> Array:
+        """Return [batch_size or 1, num_attention_heads or 1, 1, total_sequence_length] float64."""
+        slots = np.arange(probe.attention_mask.shape[1])[None]
+        if self.counts_attended:
+            slots = probe.attention_mask.cumsum(1) - 1
+        added: Array = np.reshape(self.slopes or 0.0, (1, -1, 1, 1)) * slots[:, None, None]
+        return added
+
 
 def apply(editor: Editor) -> Outcome:
     """Recognise the bias of every FlashAttention node, evaluating each distinct one once."""
@@ -65,7 +82,9 @@ def apply(editor: Editor) -> Outcome:
         if bias is None:
             continue
         if bias.name not in said:
-            said[bias.name] = recognise(editor.graph, bias)
+            said[bias.name] = answer = recognise(editor.graph, bias)
+            if isinstance(answer, Visibility) and answer.counts_attended:
+                refusals.append(Refusal(NAME, node.name, _HOLES))
         answer = _check(node, said[bias.name])
         if isinstance(answer, str):
             refusals.append(Refusal(NAME, node.name, f"{bias.name} stays a bias: {answer}"))
@@ -111,12 +130,20 @@ def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
         visibility = _guess(cut)
         if isinstance(visibility, str):
             return visibility
-        for probe in _probes(visibility.window_size):
-            if (difference := _compare(cut, probe, visibility)) is not None:
-                return difference
+        difference = _first_difference(cut, visibility)
+        if difference is not None and visibility.slopes is not None:
+            counting = replace(visibility, counts_attended=True)
+            if _first_difference(cut, counting) is None:
+                return counting
     except NotEvaluableError as error:
         return str(error)
-    return visibility
+    return visibility if difference is None else difference
+
+
+def _first_difference(cut: Cut, visibility: Visibility) -> str | None:
+    """Return where a mask departs from what it is taken to say, on any probe, or None."""
+    differences = (_compare(cut, probe, visibility) for probe in _probes(visibility.window_size))
+    return next((difference for difference in differences if difference is not None), None)
 
 
 def _guess(cut: Cut) -> Visibility | str:
@@ -179,8 +206,7 @@ def _compare(cut: Cut, probe: Probe, visibility: Visibility) -> str | None:
             f"slot {slot}, which {visibility} would not say"
         )
     # Whatever ALiBi adds to a row as a whole counts as nothing.
-    slope = np.array(visibility.slopes or 0.0).reshape(-1, 1, 1)
-    excess = read.added - slope * np.arange(expected.shape[3])
+    excess = read.added - visibility.added(probe)
     nothing = np.where(expected, excess, -np.inf).max(-1, keepdims=True)
     spread = np.abs(excess - (nothing if visibility.slopes else 0.0))
     if (np.where(expected, spread, 0.0) > 1e-6 * np.abs(read.added).max()).any():

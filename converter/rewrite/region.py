@@ -2,7 +2,8 @@
 
 Walking up from an operand through operators that only move or rotate numbers, every point where
 all paths meet in one tensor is a *stem*: the operand is a function of that tensor alone, besides
-tables computed from positions (cos and sin). What the function does is learned by running it.
+tables computed from positions (cos and sin). What the function does is learned by running it;
+where positions look up a table in the weights file, any numbers will do in its place.
 """
 
 import heapq
@@ -45,12 +46,14 @@ class Region:
         stem: The one tensor all of it comes from.
         nodes: From the operand up.
         tables: Float tensors that depend on positions only, in the order met.
+        stored: Constants in the weights file that the tables may be looked up in.
     """
 
     operand: gs.Variable
     stem: gs.Variable
     nodes: tuple[gs.Node, ...]
     tables: tuple[gs.Variable, ...]
+    stored: tuple[gs.Constant, ...] = ()
 
     def layouts(self, heads: int, head_dim: int) -> list[Layout]:
         """Return the layouts that the stem's shape allows; none if its shape is not known."""
@@ -90,8 +93,11 @@ class Region:
         Raises:
             NotEvaluableError: The region cannot be run, or not with this layout.
         """
-        cut = Cut(graph, [self.operand, *self.tables], [self.stem])
+        cut = Cut(graph, [self.operand, *self.tables], [self.stem, *self.stored])
         feeds = _PROBE.feeds() | {self.stem.name: to_layout(heads, layout).astype(self.stem.dtype)}
+        random = np.random.default_rng(0)
+        for table in self.stored:
+            feeds[table.name] = random.standard_normal(table.shape).astype(table.dtype)
         operand, *tables = cut.run(feeds)
         return operand, tables
 
@@ -103,7 +109,17 @@ class Walker:
         sort(graph)
         self._order = {id(node): index for index, node in enumerate(graph.nodes)}
         self._data = {names.INPUT_IDS} | {tensor.name for tensor in graph.inputs if is_past(tensor)}
+        self._stored: dict[str, gs.Constant] = {}
+        constants: dict[str, gs.Constant] = {}  # in the weights file, as they are or moved
         for node in graph.nodes:
+            table = constants.get(node.inputs[0].name) if node.inputs else None
+            if table is None and node.inputs and is_external(node.inputs[0]):
+                table = node.inputs[0]
+            if table is not None and node.op in _GATHERS and not self._is_data(node.inputs[1]):
+                self._stored[table.name] = table
+                continue
+            if table is not None and node.op in _MOVES:
+                constants[node.outputs[0].name] = table
             if node.op != "Shape" and (node.domain or any(map(self._is_data, node.inputs))):
                 self._data |= {tensor.name for tensor in node.outputs}
 
@@ -129,28 +145,9 @@ class Walker:
             stem = frontier[0][2] if len(frontier) == 1 else None
             # A half-precision model may norm in float32: behind the Cast the type is another.
             if stem is not None and stem.dtype == operand.dtype:
-                found.append(Region(operand, stem, tuple(nodes), tuple(tables.values())))
+                stored = tuple(self._stored.values())
+                found.append(Region(operand, stem, tuple(nodes), tuple(tables.values()), stored))
         return found
-
-    def stored_table(self, operand: gs.Variable) -> gs.Tensor | None:
-        """Return a constant in the weights file that positions index on the way to an operand."""
-        seen: set[str] = set()
-        stack = [operand]
-        while stack:
-            tensor = stack.pop()
-            node = producer(tensor)
-            if node is None or tensor.name in seen:
-                continue
-            seen.add(tensor.name)
-            if node.op in _GATHERS and not self._is_data(node.inputs[1]):
-                table: gs.Tensor = node.inputs[0]
-                while (above := producer(table)) is not None and _only_moves(above):
-                    table = above.inputs[0]
-                if is_external(table):
-                    return table
-            elif _only_moves(node):
-                stack += filter(self._is_data, node.inputs)
-        return None
 
     def _entry(self, tensor: gs.Variable) -> tuple[int, str, gs.Variable]:
         """Return a heap entry; the node that comes last in the graph is walked first."""

@@ -8,8 +8,8 @@ What stands between a projection and the op is evaluated on random heads and mus
 
 with the same cos, sin, style and R for queries and keys. Models hold cos and sin with every value
 twice (R wide); the op takes them once, [batch_size or 1, sequence_length, R/2] float32, computed
-once per run. No match, or tables in the weights file: the rotation stays in the graph, and the op
-gets no cos and sin.
+once per run; they may be looked up in a table of the weights file. No match: the rotation stays in
+the graph, and the op gets no cos and sin.
 """
 
 import itertools
@@ -99,12 +99,7 @@ def apply(editor: Editor) -> Outcome:
             for name in ("query", "key")
         )
         if query is None and key is None:
-            # No rotary embedding, or tables that evaluation cannot read.
-            table = walker.stored_table(get_operand(node, "query"))
-            if table is not None:
-                reason = f"cos and sin are read from {table.name} in the weights file"
-                refusals.append(Refusal(NAME, node.name, reason))
-            continue
+            continue  # no rotary embedding
         if isinstance(query, _Match) and isinstance(key, _Match) and query.same_angles(key):
             _rewrite(editor, node, query, key, tables)
             count += 1
