@@ -110,6 +110,9 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
             spread = weight.shape[-1] ** -0.5 * 1.5 if weight.dim() > 1 else 0.5
             centre = 0.0 if weight.dim() > 1 else 0.6
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # part of the checkpoint, and 0 at first
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
     return model.eval().requires_grad_(False)
 
 

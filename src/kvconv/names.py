@@ -25,8 +25,9 @@ OP_VERSION = 1
 """Version of the operator domain that this kvconv writes and runs."""
 
 TRACE_DOMAIN = "kvconv.trace"
-"""Domain of the placeholder node that tracing writes; no finished model contains it."""
+"""Domain of the placeholder nodes that tracing writes; no finished model contains one."""
 TRACE_ATTENTION = "Attention"
+TRACE_EXPERTS = "ExpertsLinear"
 
 FLASH_ATTENTION_INPUTS = (
     "query",

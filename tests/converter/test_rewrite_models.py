@@ -26,9 +26,9 @@ from tiny_decoders import CONFIGS, WINDOW
 
 _COS = names.FLASH_ATTENTION_INPUTS.index("cos")
 BATCH, TOKENS, CAPACITY = 3, 14, 17
-WINDOWS = {"gemma3_text": (WINDOW, None), "gemma2": (WINDOW, None)}
+WINDOWS = dict.fromkeys(("gemma3_text", "gemma2", "gpt_oss"), (WINDOW, None))
 """Model type -> windows that rewriting must find; no windows in the others."""
-UNROTATED = {"gpt2"}
+UNROTATED = {"gpt2", "deepseek_v3"}  # the first has no rotation, the second has it in the cache
 
 
 @dataclass(frozen=True)
