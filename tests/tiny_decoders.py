@@ -29,6 +29,7 @@ _CHUNKED = {
     "no_rope_layers": [1, 0],
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+_YARN_MSCALE = _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -58,6 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | _EXPERTS | _WINDOWED | {"rope_parameters": _YARN},
     "deepseek_v3": _LLAMA
     | {
+        "rope_parameters": _YARN_MSCALE,
         "num_key_value_heads": 4,
         "head_dim": 4,
         "q_lora_rank": 16,

@@ -20,7 +20,7 @@ import torch
 from kvconv import names
 from kvconv.converter.decoder_spec import DecoderSpec
 from kvconv.converter.rewrite import RewriteReport, read_graph, rewrite
-from kvconv.converter.rewrite.graph import find
+from kvconv.converter.rewrite.graph import find, set_operand
 from rewrite_graphs import open_session, run
 from tiny_decoders import CONFIGS, WINDOW
 
@@ -154,6 +154,10 @@ def _drop_rotary(node: gs.Node) -> None:
         node.inputs.pop()
 
 
+def _drop_sink(node: gs.Node) -> None:
+    set_operand(node, "head_sink", None)
+
+
 @pytest.mark.parametrize(
     ("decoder", "drop"),
     [
@@ -164,6 +168,9 @@ def _drop_rotary(node: gs.Node) -> None:
         ("gemma3_text", _drop_window),
         ("gemma2", _drop_window),
         ("gemma2", _drop_softcap),
+        ("gpt_oss", _drop_rotary),
+        ("gpt_oss", _drop_sink),
+        ("gpt_oss", _drop_window),
     ],
     indirect=["decoder"],
 )
