@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from kvconv import names
+from kvconv.converter import mla
 from kvconv.errors import UnsupportedModelError
 
 ATTENTION_NAME = "kvconv"
@@ -70,6 +71,7 @@ def _attention(
             f"{type(module).__name__} calls its attention with {', '.join(unknown)}, which kvconv "
             f"does not model yet."
         )
+    query = mla.absorb(module, query)
     batch_size, num_heads, sequence_length, head_dim = query.shape
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     output = torch.onnx.ops.symbolic(
@@ -90,7 +92,7 @@ def _attention(
         shape=(batch_size, sequence_length, num_heads, value.shape[3]),
         version=1,
     )
-    return output, None
+    return mla.expand(module, output), None
 
 
 def _layer_index(module: torch.nn.Module) -> int:

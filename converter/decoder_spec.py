@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from kvconv.converter.mla import latent_layers
 from kvconv.converter.rope import fixed_length
 from kvconv.errors import UnsupportedModelError, root_cause
 
@@ -78,7 +79,7 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         architecture=architecture,
         model_type=config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
-        cache_shapes=_cache_shapes(architecture, config, output),
+        cache_shapes=_cache_shapes(model, architecture, config, output),
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         has_position_ids="position_ids" in parameters,
         vocab_size=output.logits.shape[-1],
@@ -109,19 +110,23 @@ def _run(model: PreTrainedModel) -> ModelOutput:
 
 
 def _cache_shapes(
-    architecture: str, config: PreTrainedConfig, output: object
+    model: PreTrainedModel, architecture: str, config: PreTrainedConfig, output: object
 ) -> tuple[CacheShape, ...]:
+    latent = latent_layers(model)
     cache = getattr(output, "cache", None)
     if cache is None:
         cache = getattr(output, "past_key_values", None)
     layers = getattr(cache, "layers", None) or ()
     shapes: list[CacheShape] = []
-    for layer in layers:
+    for index, layer in enumerate(layers):
         key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
         if key is None or value is None or key.dim() != 4 or value.dim() != 4:
             shapes.clear()
             break
-        shapes.append(CacheShape(key.shape[1], key.shape[3], value.shape[3]))
+        key_head_dim, value_head_dim = key.shape[3], value.shape[3]
+        if index in latent:  # transformers keeps the two parts of our key apart
+            key_head_dim, value_head_dim = key_head_dim + value_head_dim, key_head_dim
+        shapes.append(CacheShape(key.shape[1], key_head_dim, value_head_dim))
     if not shapes:
         kinds = sorted(set(getattr(config, "layer_types", None) or ()))
         raise UnsupportedModelError(

@@ -24,6 +24,8 @@ from kvconv.converter.attention import ATTENTION_NAME, spelled_out_attention
 from kvconv.converter.causal_table import computed_tables
 from kvconv.converter.complex_numbers import RealArithmetic
 from kvconv.converter.decoder_spec import CacheShape, DecoderSpec
+from kvconv.converter.experts import EXPERTS_NAME
+from kvconv.converter.mla import LatentLayer, absorbed, latent_layers
 from kvconv.converter.quiet import quiet
 from kvconv.converter.rope import original_frequencies
 from kvconv.errors import ExportError, UnsupportedModelError, root_cause
@@ -58,7 +60,8 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
     wrapper = _ExplicitCache(model, spec).eval()
     with (
         quiet(),
-        _our_attention(model) as is_ours,
+        _our_functions(model) as is_ours,
+        absorbed(model),
         original_frequencies(model),
         torch.no_grad(),
     ):
@@ -98,6 +101,11 @@ class _ExplicitCache(torch.nn.Module):
         super().__init__()
         self.model = model
         self.cache_argument = spec.cache_argument
+        latent = latent_layers(model)
+        self.layer_classes = [
+            LatentLayer if index in latent else DynamicLayer
+            for index in range(len(spec.cache_shapes))
+        ]
 
     def forward(
         self,
@@ -108,7 +116,10 @@ class _ExplicitCache(torch.nn.Module):
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Run the decoder on new tokens; every layer keeps the whole past, windowed ones too."""
         cache = DynamicCache()
-        cache.layers = [_filled_layer(key, value) for key, value in past_key_values]
+        cache.layers = [
+            _filled_layer(layer_class(), key, value)
+            for layer_class, (key, value) in zip(self.layer_classes, past_key_values, strict=True)
+        ]
         arguments: dict[str, Any] = {self.cache_argument: cache}
         if position_ids is not None:
             arguments["position_ids"] = position_ids
@@ -119,9 +130,8 @@ class _ExplicitCache(torch.nn.Module):
         return output.logits, [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _filled_layer(key: torch.Tensor, value: torch.Tensor) -> DynamicLayer:
-    """Return a cache layer that holds a past, without the concatenation `update` would trace."""
-    layer = DynamicLayer()
+def _filled_layer(layer: DynamicLayer, key: torch.Tensor, value: torch.Tensor) -> DynamicLayer:
+    """Give a cache layer its past, without the concatenation `update` would trace."""
     layer.lazy_initialization(key, value)
     layer.keys, layer.values = key, value
     return layer
@@ -220,15 +230,16 @@ def _check_placeholders(graph: ir.Graph, spec: DecoderSpec) -> None:
 
 
 @contextlib.contextmanager
-def _our_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """Switch a model to our attention functions and back.
+def _our_functions(model: PreTrainedModel) -> Iterator[bool]:
+    """Switch a model to our attention and experts functions and back.
 
     Yields:
-        False if its class does not know the interface. Then it runs as it always does, but spells
-        attention and causal masks out.
+        False if its class does not know the attention interface. Then it attends as it always
+        does, but spells attention and causal masks out.
     """
-    before = model.config._attn_implementation
+    before, experts_before = model.config._attn_implementation, model.get_experts_implementation()
     model.set_attn_implementation(ATTENTION_NAME)
+    model.set_experts_implementation(EXPERTS_NAME)  # does nothing to a model without experts
     try:
         # A class that does not know the interface only logs that, and keeps what it had.
         if model.config._attn_implementation == ATTENTION_NAME:
@@ -238,6 +249,7 @@ def _our_attention(model: PreTrainedModel) -> Iterator[bool]:
                 yield False
     finally:
         model.set_attn_implementation(before)
+        model.set_experts_implementation(experts_before)
 
 
 def _refusal(error: BaseException, spec: DecoderSpec) -> UnsupportedModelError | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from kvconv.converter import experts
 from kvconv.names import MODEL_FILE, WEIGHTS_FILE
 
 INLINE_BYTES = 1024
@@ -26,7 +27,9 @@ def lay_out(model: ir.Model) -> None:
 
     1. A weight that is only ever transposed is stored transposed.
     2. A weight that is also read as it is (a tied embedding) is multiplied by a Gemm.
+    3. A stack of experts' weights becomes one weight per expert.
     """
+    experts.unroll(model.graph)
     for weight in list(model.graph.initializers.values()):
         transposes = [node for node in weight.consumers() if _swaps_axes(node)]
         if not transposes:

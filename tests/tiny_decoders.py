@@ -30,6 +30,7 @@ _CHUNKED = {
     "no_rope_layers": [1, 0],
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+_YARN_MSCALE = _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -75,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | _EXPERTS | _WINDOWED | {"rope_parameters": _YARN},
     "deepseek_v3": _LLAMA
     | {
+        "rope_parameters": _YARN_MSCALE,
         "num_key_value_heads": 4,
         "head_dim": 4,
         "q_lora_rank": 16,
@@ -121,6 +123,9 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
             spread = weight.shape[-1] ** -0.5 * 1.5 if weight.dim() > 1 else 0.5
             centre = 0.0 if weight.dim() > 1 else 0.6
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # part of the checkpoint, and 0 at first
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
     return model.eval().requires_grad_(False)
 
 

@@ -29,8 +29,9 @@ ORT_DOMAIN = "com.microsoft"
 GROUP_QUERY_ATTENTION = "GroupQueryAttention"
 
 TRACE_DOMAIN = "kvconv.trace"
-"""Domain of the placeholder node that tracing writes; no finished model contains it."""
+"""Domain of the placeholder nodes that tracing writes; no finished model contains one."""
 TRACE_ATTENTION = "Attention"
+TRACE_EXPERTS = "ExpertsLinear"
 
 FLASH_ATTENTION_INPUTS = (
     "query",

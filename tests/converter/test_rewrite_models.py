@@ -20,7 +20,7 @@ import torch
 from kvconv import names
 from kvconv.converter.decoder_spec import DecoderSpec
 from kvconv.converter.rewrite import RewriteReport, read_graph, rewrite
-from kvconv.converter.rewrite.graph import find
+from kvconv.converter.rewrite.graph import find, set_operand
 from rewrite_graphs import open_session, run
 from tiny_decoders import CONFIGS, WINDOW
 
@@ -34,8 +34,10 @@ WINDOWS = {
     "gpt_oss": (WINDOW, None),
 }
 """Model type -> windows that rewriting must find; no windows in the others."""
-ROTATED_IN_THE_OP = {"gpt2": 0, "smollm3": 1, "llama4_text": 0}
-"""Model type -> layers; all in the others. Llama 4 norms what was rotated."""
+ROTATED_IN_THE_OP = {"gpt2": 0, "smollm3": 1, "llama4_text": 0, "deepseek_v3": 0}
+"""Model type -> layers; all in the others. Llama 4 norms what was rotated, and
+
+DeepSeek V3 caches it."""
 BIASES = {"llama4_text": "new token 3 sees slot 0"}
 """Model type -> what the first layer's mask says that attributes cannot: chunks."""
 
@@ -177,6 +179,10 @@ def _drop_rotary(node: gs.Node) -> None:
         node.inputs.pop()
 
 
+def _drop_sink(node: gs.Node) -> None:
+    set_operand(node, "head_sink", None)
+
+
 @pytest.mark.parametrize(
     ("decoder", "drop"),
     [
@@ -191,6 +197,9 @@ def _drop_rotary(node: gs.Node) -> None:
         ("mistral", _drop_window),
         ("qwen2", _drop_window),
         ("gemma2", _drop_softcap),
+        ("gpt_oss", _drop_rotary),
+        ("gpt_oss", _drop_sink),
+        ("gpt_oss", _drop_window),
     ],
     indirect=["decoder"],
 )

@@ -85,6 +85,15 @@ def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
         ("gemma2", {"attn_logit_softcapping": None}),
         ("gemma2", {"final_logit_softcapping": None}),
         ("qwen3", {"rms_norm_eps": 1.0}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("gpt_oss", {"sliding_window": 99}),
+        ("gpt_oss", {"swiglu_limit": 0.5}),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("deepseek_v3", {"num_experts_per_tok": 1}),
+        ("deepseek_v3", {"topk_group": 2}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
         ("mistral", {"sliding_window": 99}),
         ("qwen2", {"use_sliding_window": False}),
@@ -105,6 +114,14 @@ def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
 def test_tiny_decoders_feel_each_feature(model_type, change):
     plain, attended = pytorch_logits(tiny_model(model_type))
     changed, _ = pytorch_logits(tiny_model(model_type, **change))
+    assert np.abs(plain - changed)[attended].max() > 0.02
+
+
+def test_tiny_deepseek_feels_its_router_bias():
+    model = tiny_model("deepseek_v3")
+    plain, attended = pytorch_logits(model)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.zero_()
+    changed, _ = pytorch_logits(model)
     assert np.abs(plain - changed)[attended].max() > 0.02
 
 
