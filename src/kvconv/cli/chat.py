@@ -1,0 +1,158 @@
+"""`kvconv run --chat`: a conversation, one turn after the other."""
+
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvconv.cli.chat_commands import is_command, run_command
+from kvconv.cli.chat_lines import Lines, open_lines
+from kvconv.cli.common import one_line, print_json, print_status
+from kvconv.errors import KvconvError
+
+if TYPE_CHECKING:
+    from kvconv.runtime import Conversation, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStats:
+    """What one turn took.
+
+    Attributes:
+        prompt_tokens: Tokens of the history, up to where the answer begins.
+        cached_tokens: Those of them that earlier turns had left in the cache.
+        new_tokens: Tokens generated, the EOS token included.
+        time_to_first_token_ms: From the encoded history to the first token, in ms; None without
+            one.
+        tokens_per_s: Of the tokens after the first; 0 where there are none.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    time_to_first_token_ms: float | None
+    tokens_per_s: float
+
+
+class Chat:
+    """A conversation on the command line.
+
+    Args:
+        conversation: What turns are added to.
+        params: How each answer is made.
+        as_json: Print a JSON line per turn instead of streaming answers.
+        with_stats: Print what each turn took to stderr, or into its JSON line.
+    """
+
+    def __init__(
+        self,
+        conversation: "Conversation",
+        params: "SamplingParams",
+        *,
+        as_json: bool,
+        with_stats: bool,
+    ) -> None:
+        self._conversation = conversation
+        self._params = params
+        self._as_json = as_json
+        self._with_stats = with_stats
+
+    def run(self, first: str | None) -> None:
+        """Take turns until the user leaves.
+
+        A person is told what was refused and goes on; a program's input ends at the first refusal.
+
+        Args:
+            first: What the user says first; None to read it.
+
+        Raises:
+            KvconvError: A turn or a command of a program was refused.
+            OSError: A program's command could not read or write a file.
+            KeyboardInterrupt: Ctrl-C during an answer to a program.
+        """
+        lines = open_lines()
+        if first is not None:
+            self._turn(first, lines)
+        elif lines.is_interactive:
+            print_status("Ctrl-D leaves the chat, Ctrl-C stops an answer, /help lists the commands.")
+        while (text := lines.read()) is not None:
+            if not text.strip():
+                continue
+            if not is_command(text):
+                self._turn(text.removeprefix("/") if text.startswith("//") else text, lines)
+            elif not self._command(text, lines):
+                return
+
+    def _command(self, text: str, lines: Lines) -> bool:
+        """Run a command; returns whether the chat goes on."""
+        try:
+            report = run_command(text, self._conversation)
+        except (KvconvError, OSError) as error:
+            if not lines.is_interactive:
+                raise
+            print_status(f"Error: {one_line(error)}")
+            return True
+        if report is not None:
+            print_status(report)
+        return report is not None
+
+    def _turn(self, text: str, lines: Lines) -> None:
+        try:
+            self._answer(text)
+        except KvconvError as error:
+            if not lines.is_interactive:
+                raise
+            print_status(f"Error: {one_line(error)}")
+        except KeyboardInterrupt:
+            if not lines.is_interactive:
+                raise
+            print_status("\nThe answer was stopped.")
+
+    def _answer(self, text: str) -> None:
+        pieces: list[str] = []
+        token_ids: list[int] = []
+        finish_reason = None
+        started = first = time.perf_counter()
+        with closing(self._conversation.say(text, self._params)) as events:
+            started = time.perf_counter()
+            for event in events:
+                if not token_ids:
+                    first = time.perf_counter()
+                token_ids.append(event.token_id)
+                pieces.append(event.text)
+                finish_reason = event.finish_reason
+                if event.text and not self._as_json:
+                    click.echo(event.text, nl=False)
+        ended = time.perf_counter()
+        turn = self._conversation.turn
+        assert turn is not None
+        stats = TurnStats(
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+            new_tokens=len(token_ids),
+            time_to_first_token_ms=1e3 * (first - started),
+            tokens_per_s=(len(token_ids) - 1) / (ended - first) if len(token_ids) > 1 else 0.0,
+        )
+        if self._as_json:
+            document: dict[str, Any] = {
+                "prompt": text,
+                "text": "".join(pieces),
+                "token_ids": token_ids,
+                "finish_reason": finish_reason,
+            }
+            print_json(document | ({"stats": asdict(stats)} if self._with_stats else {}))
+        else:
+            click.echo()
+            if self._with_stats:
+                _print_stats(stats)
+
+
+def _print_stats(stats: TurnStats) -> None:
+    print_status(
+        f"cached: {stats.cached_tokens} tokens | prompt: "
+        f"{stats.prompt_tokens - stats.cached_tokens} new tokens | first token after "
+        f"{stats.time_to_first_token_ms:.0f} ms | new: {stats.new_tokens} tokens, "
+        f"{stats.tokens_per_s:.1f} tokens/s"
+    )
