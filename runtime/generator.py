@@ -1,7 +1,8 @@
 """Generation: prompts in, a stream of tokens and text out.
 
 `Generator` drives one `Session`; each call of `generate` has its own cache, unless one is given,
-and its own rows. Scheduling many requests is not done here.
+and its own rows. Scheduling many requests is not done here; `plan_batches` cuts a list of prompts
+into batches.
 """
 
 import functools
@@ -137,39 +138,58 @@ class Generator:
         events = self.generate([self.encode(prompt, chat_template=chat_template)], params)
         return (event.text for event in events if event.text)
 
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    ) -> None:
+        """Refuse prompts that `generate` would refuse; allocates and runs nothing.
+
+        Args:
+            prompts: Token ids per row.
+            params: Say how many tokens may be added: the same for all rows, or one per row.
+
+        Raises:
+            PromptError: A prompt is empty.
+            CacheFullError: The longest prompt leaves no room for a token.
+            MemoryError: The machine has less memory than the full cache takes.
+        """
+        self.session.check_cache(len(prompts), self._capacity(prompts, params))
+
     def new_cache(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     ) -> KVCache:
         """Make a cache as large as a generation needs, within max_sequence_length.
 
         Args:
             prompts: Token ids per row.
-            params: Says how many tokens may be added.
+            params: Say how many tokens may be added: the same for all rows, or one per row.
 
         Raises:
             PromptError: A prompt is empty.
             CacheFullError: The longest prompt leaves no room for a token.
+            MemoryError: The machine has less memory than the full cache takes.
         """
-        longest = _longest(prompts)
-        capacity = min(longest + params.max_new_tokens, self.max_sequence_length)
-        _check_fit(longest, capacity)
-        return self.session.new_cache(len(prompts), capacity)
+        return self.session.new_cache(len(prompts), self._capacity(prompts, params))
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams = GREEDY,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         *,
         cache: KVCache | None = None,
     ) -> Iterator[GenerationEvent]:
         """Generate for all prompts at once, and yield one event per new token.
 
-        A batch gives each row the tokens that the row alone would get; shorter prompts are padded
-        on the left, which takes cache slots.
+        A batch gives each row the tokens that the row alone would get, whatever the other rows
+        are; shorter prompts are padded on the left, which takes cache slots.
 
         Args:
             prompts: Token ids per row, one row or more.
-            params: How to choose tokens and when to stop.
+            params: How to choose tokens and when to stop: the same for all rows (a seed then gives
+                equal prompts equal draws), or one per row.
             cache: Empty, of as many rows; None for one of `new_cache`. A single row's cache may
                 hold the beginning of its prompt, which is not run again. It keeps all tokens that
                 were run, which is every token but the last.
@@ -188,10 +208,12 @@ class Generator:
                 f"{len(prompts)} rows and at most {most_cached} tokens of the prompt"
             )
         _check_fit(longest, cache.capacity)
-        limit = min(params.max_new_tokens, cache.capacity - longest)
+        room = cache.capacity - longest
         rows = [
-            Row(i, prompt, params, limit, self.tokenizer, self._eos_token_ids)
-            for i, prompt in enumerate(prompts)
+            Row(i, prompt, row_params, room, self.tokenizer, self._eos_token_ids)
+            for i, (prompt, row_params) in enumerate(
+                zip(prompts, _per_row(params, len(prompts)), strict=True)
+            )
         ]
         return self._generate(rows, cache, longest)
 
@@ -250,6 +272,16 @@ class Generator:
         """
         return self._run(cache, token_ids[:, np.newaxis], attention_mask, out)
 
+    def _capacity(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> int:
+        """Return the slots per row that a generation needs and may have."""
+        longest = _longest(prompts)
+        most = max(row_params.max_new_tokens for row_params in _per_row(params, len(prompts)))
+        capacity = min(longest + most, self.max_sequence_length)
+        _check_fit(longest, capacity)
+        return capacity
+
     def _run(
         self,
         cache: KVCache,
@@ -284,6 +316,16 @@ class Generator:
                 return
             # 4. Run the chosen tokens.
             logits = self.decode(cache, token_ids, mask, out=logits)
+
+
+def _per_row(
+    params: SamplingParams | Sequence[SamplingParams], batch_size: int
+) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * batch_size
+    if len(params) != batch_size:
+        raise ValueError(f"There are {len(params)} params for {batch_size} prompts")
+    return params
 
 
 def _longest(prompts: Sequence[Sequence[int]]) -> int:

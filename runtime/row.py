@@ -37,22 +37,31 @@ class GenerationEvent:
 
 
 class Row:
-    """One sequence of a generation: its tokens, its sampler and its text."""
+    """One sequence of a generation: its tokens, its sampler and its text.
+
+    Args:
+        index: Of the prompt in its batch; says which events are this row's, and nothing else.
+        prompt: Token ids, without padding.
+        params: How this row's tokens are chosen and when it stops.
+        room: Cache slots for new tokens, >= 1.
+        tokenizer: Of the model.
+        eos_token_ids: Ids that end the row.
+    """
 
     def __init__(
         self,
         index: int,
         prompt: Sequence[int],
         params: SamplingParams,
-        max_new_tokens: int,
+        room: int,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.index = index
         self.token_ids = list(prompt)
         self.finish_reason: FinishReason | None = None
-        self._max_length = len(prompt) + max_new_tokens
-        self._sampler = Sampler(params, index)
+        self._max_length = len(prompt) + min(params.max_new_tokens, room)
+        self._sampler = Sampler(params)
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_filter = StopFilter(params.stop)
         self._eos_token_ids = eos_token_ids

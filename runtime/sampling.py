@@ -33,8 +33,7 @@ class SamplingParams:
         min_p: In [0, 1]; keep tokens at least so likely, relative to the most likely. 0 keeps all.
         repetition_penalty: In [0.001, 1000]; logits of tokens in the prompt or the output are
             divided by it when positive, multiplied when negative. 1 changes nothing.
-        seed: >= 0 for draws that can be repeated (row r draws like a single run with seed + r);
-            None for new ones each time.
+        seed: >= 0 for draws that can be repeated, in any batch; None for new ones each time.
         stop: Strings that end the text; they are cut off.
     """
 
@@ -79,15 +78,13 @@ class Sampler:
 
     Args:
         params: How to choose.
-        row: Index in the batch; moves the seed, so that equal prompts get different draws.
     """
 
-    def __init__(self, params: SamplingParams, row: int = 0) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self._processors = make_logits_processors(params)
         self._random: np.random.Generator | None = None
         if params.temperature > 0:
-            seed = None if params.seed is None else params.seed + row
-            self._random = np.random.default_rng(seed)
+            self._random = np.random.default_rng(params.seed)
 
     def __call__(self, token_ids: Sequence[int], logits: Logits) -> int:
         """Return the next token's id; advances the random state unless greedy.

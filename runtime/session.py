@@ -96,6 +96,19 @@ class Session:
             CacheFullError: The model cannot hold so many tokens.
             MemoryError: The machine has less memory than the full cache takes.
         """
+        self.check_cache(batch_size, max_sequence_length)
+        kind = SharedBufferCache if self.manifest.attention == "flash" else ConcatCache
+        return kind(
+            self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
+        )
+
+    def check_cache(self, batch_size: int, max_sequence_length: int) -> None:
+        """Refuse a cache that `new_cache` would refuse; allocates nothing.
+
+        Raises:
+            CacheFullError: The model cannot hold so many tokens.
+            MemoryError: The machine has less memory than the full cache takes.
+        """
         if batch_size < 1 or max_sequence_length < 1:
             raise ValueError(
                 f"batch_size is {batch_size} and max_sequence_length {max_sequence_length}; both "
@@ -113,12 +126,8 @@ class Session:
             raise MemoryError(
                 f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "
                 f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
-                f"max_sequence_length (--max-sequence-length) takes less"
+                f"batch or max_sequence_length (--batch-size, --max-sequence-length) takes less"
             )
-        kind = SharedBufferCache if self.manifest.attention == "flash" else ConcatCache
-        return kind(
-            self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
-        )
 
     def run(
         self,

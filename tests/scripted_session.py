@@ -73,6 +73,9 @@ class ScriptedSession:
     def new_cache(self, batch_size, max_sequence_length):
         return TokenCache(batch_size, max_sequence_length)
 
+    def check_cache(self, batch_size, max_sequence_length):
+        pass
+
     def run(self, cache, input_ids, *, attention_mask=None, num_logits_to_keep=1, out=None):
         cache.check_room(input_ids.shape[1])
         cache.tokens = np.concatenate([cache.tokens, input_ids], axis=1)

@@ -197,7 +197,7 @@ def test_help_keeps_the_examples_on_lines_of_their_own():
 
 def test_debug_shows_the_cause(tmp_path):
     result = run(str(tmp_path / "nothing"), PROMPT, "--debug")
-    assert type(result.exception).__name__ == "BundleError"
+    assert type(result.exception).__name__ == "ModelNotFoundError"
 
 
 _INTERRUPT_THIRD_TOKEN = """

@@ -12,6 +12,7 @@ import pytest
 
 from kvconv.errors import CacheFullError, PromptError
 from kvconv.runtime import Generator, SamplingParams
+from kvconv.runtime.generator import GREEDY
 from scripted_session import MANIFEST, TOKENIZER, ScriptedSession, collect, hashed
 from tiny_bundle import BOS, EOS, VOCAB_SIZE, TinyDecoder, write_bundle
 
@@ -81,17 +82,50 @@ def test_batch_equals_single_runs():
     assert {len(ids) for ids in together[0]} != {60}, "rows should end at different steps"
 
 
-def test_sampled_batch_equals_single_runs_with_moved_seeds():
-    prompts = [[BOS, 1, 2, 3], [BOS, 9]]
+PARAMS_PER_ROW = (
+    SamplingParams(temperature=3.0, seed=5, max_new_tokens=20, repetition_penalty=1.1),
+    SamplingParams(max_new_tokens=7),
+    SamplingParams(temperature=3.0, seed=5, max_new_tokens=40, top_k=9),
+    SamplingParams(temperature=2.0, seed=6, stop=("a", "e", "\ufffd"), max_new_tokens=60),
+)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)], ids=str)
+def test_batch_of_different_params_equals_single_runs_in_any_place(order):
+    prompts = [[BOS, 1, 2, 3], [BOS, 9], [BOS, 1, 2, 3], [7] * 30]
+    generator = scripted(hashed)
+    together = collect(
+        generator, [prompts[i] for i in order], [PARAMS_PER_ROW[i] for i in order]
+    )
+    alone = [collect(generator, [prompts[i]], PARAMS_PER_ROW[i]) for i in order]
+    assert together == tuple([row[part][0] for row in alone] for part in range(3))
+    assert len({len(ids) for ids in together[0]}) == 4, "rows should end at different steps"
+
+
+def test_one_seed_gives_equal_prompts_equal_draws_and_no_seed_different_ones():
     generator = scripted(hashed)
 
-    def params(seed):
-        return SamplingParams(temperature=3.0, seed=seed, max_new_tokens=20, repetition_penalty=1.1)
+    def draws(seed):
+        params = SamplingParams(temperature=9.0, seed=seed, max_new_tokens=20)
+        return collect(generator, [[BOS, 1, 2]] * 2, params)[0]
 
-    together = collect(generator, prompts, params(5))
-    alone = [collect(generator, [prompt], params(5 + i)) for i, prompt in enumerate(prompts)]
-    assert together[0] == [row[0][0] for row in alone]
-    assert together == collect(generator, prompts, params(5))
+    assert draws(5)[0] == draws(5)[1]
+    assert draws(None)[0] != draws(None)[1]
+
+
+def test_params_of_another_number_than_the_prompts_are_refused():
+    with pytest.raises(ValueError, match="1 params for 2 prompts"):
+        scripted(hashed).generate([[1], [2]], [GREEDY])
+
+
+def test_check_refuses_what_generate_refuses_and_runs_nothing():
+    generator = scripted(hashed, max_sequence_length=12)
+    generator.check([[1] * 11, [2]], [GREEDY, SamplingParams(max_new_tokens=1)])
+    with pytest.raises(CacheFullError):
+        generator.check([[1] * 12, [2]])
+    with pytest.raises(PromptError):
+        generator.check([[1], []])
+    assert generator.session.run_lengths == []
 
 
 def test_long_prompt_runs_in_chunks():
@@ -144,6 +178,8 @@ def test_cache_is_as_large_as_needed():
         generator.new_cache([[1] * 10, [1] * 12], SamplingParams(max_new_tokens=20)).capacity == 32
     )
     assert generator.new_cache([[1] * 10], SamplingParams(max_new_tokens=200)).capacity == 50
+    per_row = [SamplingParams(max_new_tokens=5), SamplingParams(max_new_tokens=7)]
+    assert generator.new_cache([[1] * 10, [1] * 12], per_row).capacity == 19
 
 
 def test_generation_stops_at_capacity_with_length():

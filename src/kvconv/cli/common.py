@@ -49,6 +49,21 @@ class Command(click.Command):
             raise click.ClickException(_one_line(error)) from error
 
 
+class Dtype(click.Choice[str]):
+    """The dtypes that work, and why the one that many checkpoints have does not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the dtype, or refuse it with the reason."""
+        if value == "bfloat16":
+            self.fail(
+                "bfloat16 activations need CUDA: ONNX Runtime's CPU provider has no bfloat16 "
+                "MatMul. Use float32 or float16; bfloat16 checkpoints are converted.",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
 @contextlib.contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package into the command that installs it.

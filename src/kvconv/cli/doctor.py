@@ -10,6 +10,7 @@ import click
 
 from kvconv import __version__
 from kvconv.cli.common import Command, extras, print_json
+from kvconv.cli.model_cache import cache_folder, cache_usage
 from kvconv.errors import LibraryError
 from kvconv.names import OP_DOMAIN, OP_VERSION
 
@@ -34,6 +35,9 @@ def command(as_json: bool) -> None:
         click.echo(f"{name:<20} {version or 'not installed'}")
     click.echo(f"providers    {', '.join(report['providers']) or 'none'}")
     click.echo(f"op library   {report['op_library'] or 'not found'}")
+    cache = report["bundle_cache"]
+    size_mb = cache["size_bytes"] / 1e6
+    click.echo(f"kept bundles {cache['num_bundles']}, {size_mb:.0f} MB in {cache['path']}")
     for problem in report["problems"]:
         click.echo(f"problem: {problem}")
     if not report["problems"]:
@@ -86,6 +90,7 @@ def diagnose() -> dict[str, Any]:
         "packages": packages,
         "providers": providers,
         "op_library": str(library) if library else None,
+        "bundle_cache": {"path": str(cache_folder()), **cache_usage()._asdict()},
         "problems": problems,
     }
 

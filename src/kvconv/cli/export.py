@@ -4,32 +4,17 @@ import dataclasses
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvconv.cli.common import Command, needs_extra, print_json, print_status
+from kvconv.cli.common import Command, Dtype, needs_extra, print_json, print_status
+from kvconv.cli.stages import StageLines
 from kvconv.cli.verify import describe
 from kvconv.names import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from kvconv.converter import ExportReport
-
-
-class _Dtype(click.Choice[str]):
-    """The dtypes that work, and why the one that many checkpoints have does not."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "bfloat16":
-            self.fail(
-                "bfloat16 activations need CUDA: ONNX Runtime's CPU provider has no bfloat16 "
-                "MatMul. Use float32 or float16; bfloat16 checkpoints are converted.",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
 
 
 @click.command(cls=Command, short_help="Convert a Hugging Face decoder into a bundle.")
@@ -39,7 +24,7 @@ class _Dtype(click.Choice[str]):
     type=click.Path(path_type=Path), help="Folder to write; it appears only when complete.",
 )  # fmt: skip
 @click.option(
-    "--dtype", type=_Dtype(["float32", "float16"]), default="float32", show_default=True,
+    "--dtype", type=Dtype(["float32", "float16"]), default="float32", show_default=True,
     help="Type of weights and activations.",
 )  # fmt: skip
 @click.option(
@@ -80,47 +65,13 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
         checks = Verifier(max_sequence_length=options["max_sequence_length"])
         verifier = None if no_verify else checks
         started = time.perf_counter()
-        with _StageLines() as stages:
+        with StageLines() as stages:
             report = export(model, output, ExportOptions(**options), verifier, progress=stages)
         seconds = time.perf_counter() - started
     if as_json:
         print_json(_as_json(report))
     else:
         _show(report, seconds)
-
-
-class _StageLines:
-    """One line per stage on stderr, with its seconds; a terminal sees them run."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._progress: Progress | None = None
-        self._stage, self._start = "", 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end(is_done=kind is None)
-
-    def __call__(self, stage: str) -> None:
-        self._end(is_done=True)
-        self._stage, self._start = stage, time.perf_counter()
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description:<14}"), TimeElapsedColumn(), SpinnerColumn())
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.add_task(stage, total=None)
-            self._progress.start()
-
-    def _end(self, *, is_done: bool) -> None:
-        """End the stage that runs, if one does; write its line if it came to its end."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-        if self._stage and is_done:
-            seconds = time.perf_counter() - self._start
-            print_status(f"{self._stage:<15}{seconds:7.1f} s")
-            self._stage = ""
 
 
 def _show(report: "ExportReport", seconds: float) -> None:

@@ -5,24 +5,38 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
+from kvconv.cli.batch import run_prompts
 from kvconv.cli.common import Command, needs_extra
 from kvconv.cli.generation import generate
+from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
+from kvconv.cli.prompts import decode, read_prompts, read_stdin
 from kvconv.cli.sampling_options import sampling_options, sampling_params
-from kvconv.errors import PromptError
 
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
+_BATCH_SIZE = 8
 
 
 @click.command(cls=Command)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("prompt")
+@click.argument("bundle")
+@click.argument("prompt", required=False)
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    help="Run all prompts of a file, and print a JSON line for each.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Prompts of --prompts that run together; changes no result. [default: {_BATCH_SIZE}]",
+)
 @click.option("--chat-template", is_flag=True, help="Wrap the prompt as one user turn.")
 @sampling_options
+@model_options
 @click.option(
     "--max-sequence-length", type=click.IntRange(min=1), metavar="N",
     help="Most tokens in the cache, prompt included; default: what the model holds.",
@@ -42,9 +56,14 @@ _PIPE_CLOSED = 141  # 128 + SIGPIPE
 @click.option("--stats", is_flag=True, help="Print speed and memory to stderr (or into the JSON).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line instead of streaming.")
 def command(
-    bundle: Path,
-    prompt: str,
+    bundle: str,
+    prompt: str | None,
+    prompts: str | None,
+    batch_size: int | None,
     chat_template: bool,
+    dtype: Any,
+    revision: str | None,
+    trust_remote_code: bool,
     max_sequence_length: int | None,
     threads: int | None,
     provider: Any,
@@ -61,19 +80,52 @@ def command(
     \b
     kvconv run smollm2 "What is the capital of France?" --chat-template
     kvconv run smollm2 - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt
+    kvconv run smollm2 --prompts questions.jsonl --batch-size 16 > answers.jsonl
+    kvconv run HuggingFaceTB/SmolLM2-135M-Instruct "Once upon a time"
+
+    BUNDLE may also be a model as `kvconv export` takes it. It is exported the first time, and the
+    bundle is kept in ~/.cache/kvconv/bundles (below XDG_CACHE_HOME, or the folder that
+    KVCONV_CACHE names), from where it may be removed at any time; `kvconv doctor` shows its size.
+    A folder or file that changed is exported again. A hub model is not asked for news: to get
+    a later commit, give it as --revision.
+
+    --prompts FILE ('-' is standard input) runs many. If the first line begins with '{', each line
+    is a JSON object with a `prompt` or `messages`, and, where they differ from the options,
+    max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop; an `id` comes
+    back with the result. Otherwise each line is a prompt. Blank lines count for nothing. The
+    results are JSON lines in the order of the prompts, as --json prints them, with an `index` from
+    0. With --seed N, the prompt of index i is run like a single one with seed N + i.
     """  # noqa: D301 - click wants the control character that \b stands for
+    if (prompt is None) == (prompts is None):
+        raise click.UsageError("Give either a PROMPT or --prompts FILE.")
+    if batch_size is not None and prompts is None:
+        raise click.UsageError("--batch-size is for --prompts.")
     with _stdout():
         with needs_extra("cpu"):
             from kvconv.runtime import Generator
         params = sampling_params(sampling)
-        text = _read_stdin() if prompt == "-" else prompt
+        # Before an export, which takes long.
+        many = None if prompts is None else read_prompts(prompts, params)
+        text = (
+            decode("Standard input", read_stdin()).removesuffix("\n") if prompt == "-" else prompt
+        )
         generator = Generator.open(
-            bundle,
+            find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code)),
             max_sequence_length=max_sequence_length,
             threads=threads,
             provider=provider,
             use_bundle_library=use_bundle_library,
         )
+        if many is not None:
+            run_prompts(
+                generator,
+                many,
+                batch_size=batch_size or _BATCH_SIZE,
+                chat_template=chat_template,
+                with_stats=stats,
+            )
+            return
+        assert text is not None
         prompt_ids = generator.encode(text, chat_template=chat_template)
         result = generate(generator, prompt_ids, params, _ignore if as_json else _show)
         if as_json:
@@ -95,18 +147,6 @@ def _stdout() -> Iterator[None]:
         # Whoever read the text has enough; Python must not try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(_PIPE_CLOSED) from None
-
-
-def _read_stdin() -> str:
-    """Return standard input without the newline that ends a file's last line."""
-    if sys.stdin is None:
-        raise PromptError("There is no standard input to read. Give the prompt as an argument.")
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"Standard input is not UTF-8 ({error}). Convert it to UTF-8 first."
-        ) from error
 
 
 def _show(text: str) -> None:

@@ -1,0 +1,175 @@
+"""The bundle behind `kvconv run MODEL`: the folder given, or one exported once and kept.
+
+A kept bundle's name holds a digest of everything that it was made from: the model's files with size
+and time, or its hub id and revision; the options; the versions of kvconv and of its operator. What
+changes gets a bundle of its own. Finding one imports nothing heavy and asks no network.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from kvconv import __version__
+from kvconv.cli.common import Dtype, needs_extra, print_status
+from kvconv.cli.stages import StageLines
+from kvconv.errors import ExportError, ModelNotFoundError, OutputExistsError
+from kvconv.manifest import ActivationDtype
+from kvconv.names import MANIFEST_FILE, OP_VERSION
+
+CACHE_VARIABLE = "KVCONV_CACHE"
+_CONFIG_FILE = "config.json"
+_MAY_BE_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+){0,2}")
+
+_OPTIONS = (
+    click.option(
+        "--dtype", type=Dtype(["float32", "float16"]), metavar="DTYPE",
+        help="float32 or float16: how a model that is no bundle is exported. [default: float32]",
+    ),
+    click.option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option(
+        "--trust-remote-code", is_flag=True, help="Run Python code that the model brings.",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What `kvconv run` can say about the export of a model; None and False are not said."""
+
+    dtype: ActivationDtype | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class CacheUsage(NamedTuple):
+    """What the kept bundles take: how many, and their bytes."""
+
+    num_bundles: int
+    size_bytes: int
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that `ModelOptions` holds."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def find_bundle(model: str, options: ModelOptions) -> Path:
+    """Return the bundle of what `kvconv run` was given; exports a model the first time.
+
+    Args:
+        model: A bundle, a folder made by save_pretrained, a .gguf file, or a hub id.
+        options: For the export; nothing may be said of a bundle.
+
+    Raises:
+        click.UsageError: Options were given, and it is a bundle.
+        ModelNotFoundError: It is neither a bundle nor a model.
+        KvconvError: The export failed; nothing is kept.
+    """
+    path = Path(model).expanduser()
+    if (path / MANIFEST_FILE).is_file():
+        if options != ModelOptions():
+            raise click.UsageError(
+                f"{model} is a bundle already; --dtype, --revision and --trust-remote-code say how "
+                f"a model is exported."
+            )
+        return path
+    kept = cache_folder() / _name(model, path, options)
+    if not (kept / MANIFEST_FILE).is_file():
+        _export(model, kept, options)
+    return kept
+
+
+def cache_folder() -> Path:
+    """Return where bundles are kept; it need not exist."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")  # which the standard wants ignored if relative
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvconv" / "bundles"
+
+
+def cache_usage() -> CacheUsage:
+    """Measure the kept bundles."""
+    folder = cache_folder()
+    num_bundles = sum(1 for _ in folder.glob(f"*/{MANIFEST_FILE}"))
+    return CacheUsage(num_bundles, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))
+
+
+def _name(model: str, path: Path, options: ModelOptions) -> str:
+    """Return a kept bundle's folder name, for people and for looking it up."""
+    facts = {
+        "model": _identity(model, path),
+        "options": asdict(options) | {"dtype": options.dtype or "float32"},
+        "versions": [__version__, OP_VERSION],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    readable = path.resolve().stem if path.is_file() else (path.resolve().name or "model")
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', readable)[:64]}-{digest[:16]}"
+
+
+def _identity(model: str, path: Path) -> list[Any]:
+    """Return what tells a model from all others, and from itself after a change.
+
+    Raises:
+        ModelNotFoundError: It is no model.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        files = [path]
+    elif (path / _CONFIG_FILE).is_file():
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    elif path.exists():
+        gguf_files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+        hint = f" Did you mean {gguf_files[0]}?" if gguf_files else ""
+        raise ModelNotFoundError(
+            f"{model} is neither a bundle (a folder with a {MANIFEST_FILE}) nor a model (a folder "
+            f"with a {_CONFIG_FILE}, or a .gguf file).{hint} `kvconv export` makes bundles.",
+            model=model,
+        )
+    elif _MAY_BE_HUB_ID.fullmatch(model):
+        return ["hub", model]
+    else:
+        raise ModelNotFoundError(
+            f"There is nothing at {model}. Give a bundle (kvconv export MODEL -o {model} would "
+            f"make one there) or a model: a folder with a {_CONFIG_FILE}, a .gguf file, or a hub "
+            f"id.",
+            model=model,
+        )
+    stats = [(file.name, file.stat()) for file in files]
+    times = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return ["files", str(path.resolve()), times]
+
+
+def _export(model: str, output: Path, options: ModelOptions) -> None:
+    print_status(f"{model} is no bundle: exporting it as a model, once")
+    hub_cache = os.environ.get("KVCONV_CACHE_DIR")
+    with needs_extra("cpu,export"):
+        from kvconv.converter import ExportOptions, export
+        from kvconv.verify import Verifier
+
+        export_options = ExportOptions(
+            dtype=options.dtype or "float32",
+            revision=options.revision,
+            cache_dir=Path(hub_cache) if hub_cache else None,
+            trust_remote_code=options.trust_remote_code,
+        )
+        try:
+            with StageLines() as stages:
+                export(model, output, export_options, Verifier(), progress=stages)
+        except OutputExistsError:
+            if not (output / MANIFEST_FILE).is_file():
+                raise
+            # Another process exported the same and was faster.
+        except ExportError as error:
+            raise ExportError(
+                f"{error} `kvconv export` takes more options; then run the bundle that it writes."
+            ) from error
+    print_status(f"bundle         {output}")
