@@ -186,6 +186,17 @@ class TinyDecoder:
         add("Reshape", [rows_first, constant("merge", [0, 0, NUM_HEADS * HEAD_DIM])], "merged")
 
 
+def letter_decoder(seed: int = 5) -> TinyDecoder:
+    """Return a decoder that answers in letters: the other bytes' logits are pushed down."""
+    decoder = TinyDecoder(seed=seed)
+    decoder.weights["embedding"][:, 0] = 1
+    decoder.weights["positions"][:, 0] = 0
+    decoder.weights["o_proj"][:, 0] = 0
+    decoder.weights["lm_head"][0, :] = -1000
+    decoder.weights["lm_head"][0, ord("a") : ord("z")] = 0
+    return decoder
+
+
 def write_bundle(
     folder: Path,
     *,

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from kvconv.cli import main
 from kvconv.plan import kv_cache_bytes
 from kvconv.runtime import Generator, SamplingParams
-from tiny_bundle import MAX_SEQUENCE_LENGTH, TinyDecoder, write_bundle
+from tiny_bundle import MAX_SEQUENCE_LENGTH, letter_decoder, write_bundle
 
 PROMPT = "Hello"
 NINE = ("--max-new-tokens", "9")
@@ -18,14 +18,8 @@ NINE = ("--max-new-tokens", "9")
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> str:
-    # A decoder that answers in letters: the other bytes' logits are pushed down.
-    decoder = TinyDecoder(seed=5)
-    decoder.weights["embedding"][:, 0] = 1
-    decoder.weights["positions"][:, 0] = 0
-    decoder.weights["o_proj"][:, 0] = 0
-    decoder.weights["lm_head"][0, :] = -1000
-    decoder.weights["lm_head"][0, ord("a") : ord("z")] = 0
-    return str(write_bundle(tmp_path_factory.mktemp("cli") / "tiny", decoder=decoder))
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    return str(write_bundle(folder, decoder=letter_decoder()))
 
 
 @pytest.fixture(scope="module")

@@ -94,9 +94,7 @@ PARAMS_PER_ROW = (
 def test_batch_of_different_params_equals_single_runs_in_any_place(order):
     prompts = [[BOS, 1, 2, 3], [BOS, 9], [BOS, 1, 2, 3], [7] * 30]
     generator = scripted(hashed)
-    together = collect(
-        generator, [prompts[i] for i in order], [PARAMS_PER_ROW[i] for i in order]
-    )
+    together = collect(generator, [prompts[i] for i in order], [PARAMS_PER_ROW[i] for i in order])
     alone = [collect(generator, [prompts[i]], PARAMS_PER_ROW[i]) for i in order]
     assert together == tuple([row[part][0] for row in alone] for part in range(3))
     assert len({len(ids) for ids in together[0]}) == 4, "rows should end at different steps"

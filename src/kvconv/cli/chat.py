@@ -76,7 +76,9 @@ class Chat:
         if first is not None:
             self._turn(first, lines)
         elif lines.is_interactive:
-            print_status("Ctrl-D leaves the chat, Ctrl-C stops an answer, /help lists the commands.")
+            print_status(
+                "Ctrl-D leaves the chat, Ctrl-C stops an answer, /help lists the commands."
+            )
         while (text := lines.read()) is not None:
             if not text.strip():
                 continue
@@ -99,6 +101,7 @@ class Chat:
         return report is not None
 
     def _turn(self, text: str, lines: Lines) -> None:
+        num_before = len(self._conversation.messages)
         try:
             self._answer(text)
         except KvconvError as error:
@@ -108,7 +111,9 @@ class Chat:
         except KeyboardInterrupt:
             if not lines.is_interactive:
                 raise
-            print_status("\nThe answer was stopped.")
+            is_kept = len(self._conversation.messages) > num_before
+            rest = "what was shown stays" if is_kept else "the turn was taken back"
+            print_status(f"\nStopped; {rest}.")
 
     def _answer(self, text: str) -> None:
         pieces: list[str] = []

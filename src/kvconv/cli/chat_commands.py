@@ -16,7 +16,7 @@ _FORCE = "--force "
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A command: what it takes, what it does, and the function that returns what to report."""
+    """A command: its argument (`[X]` where it may be left out), and what it does and reports."""
 
     argument: str
     help: str
@@ -46,8 +46,8 @@ def run_command(text: str, conversation: "Conversation") -> str | None:
             f"slash, type two."
         )
     argument = argument.strip()
-    is_needed, is_known = command.argument.isupper(), bool(command.argument)
-    if (is_needed and not argument) or (argument and not is_known):
+    is_missing = command.argument.isalpha() and not argument
+    if is_missing or (argument and not command.argument):
         usage = f"/{name} {command.argument}".strip()
         raise PromptError(f"{text.strip()} is not how it is used: {usage}.")
     return command.run(conversation, argument)

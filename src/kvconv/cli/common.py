@@ -46,7 +46,7 @@ class Command(click.Command):
         except (KvconvError, OSError, MemoryError) as error:
             if ctx.meta.get("kvconv.debug"):
                 raise
-            raise click.ClickException(_one_line(error)) from error
+            raise click.ClickException(one_line(error)) from error
 
 
 class Dtype(click.Choice[str]):
@@ -114,7 +114,8 @@ def _remember_debug(ctx: click.Context, _parameter: click.Parameter, value: bool
     ctx.meta["kvconv.debug"] = value
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return what an error for a person says, as one line."""
     if isinstance(error, MemoryError):
         return f"Not enough memory: {error}. Close other programs or choose a smaller model."
     if isinstance(error, OSError) and error.errno is not None:

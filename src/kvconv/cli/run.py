@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvconv.cli.batch import run_prompts
+from kvconv.cli.chat import Chat
 from kvconv.cli.common import Command, needs_extra
 from kvconv.cli.generation import generate
 from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
@@ -35,6 +36,13 @@ _BATCH_SIZE = 8
     help=f"Prompts of --prompts that run together; changes no result. [default: {_BATCH_SIZE}]",
 )
 @click.option("--chat-template", is_flag=True, help="Wrap the prompt as one user turn.")
+@click.option("--chat", "is_chat", is_flag=True, help="Hold a conversation; PROMPT begins it.")
+@click.option("--system", metavar="TEXT", help="System message of --chat or --chat-template.")
+@click.option(
+    "--thinking/--no-thinking", default=None,
+    help="Let the model think before it answers, or not, where its chat template has the switch; "
+    "default: as the template has it.",
+)  # fmt: skip
 @sampling_options
 @model_options
 @click.option(
@@ -54,13 +62,18 @@ _BATCH_SIZE = 8
     help="Run the op library inside the bundle: code from whoever made it.",
 )  # fmt: skip
 @click.option("--stats", is_flag=True, help="Print speed and memory to stderr (or into the JSON).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON line instead of streaming.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON line (a turn) instead of streaming."
+)
 def command(
     bundle: str,
     prompt: str | None,
     prompts: str | None,
     batch_size: int | None,
     chat_template: bool,
+    is_chat: bool,
+    system: str | None,
+    thinking: bool | None,
     dtype: Any,
     revision: str | None,
     trust_remote_code: bool,
@@ -80,8 +93,13 @@ def command(
     \b
     kvconv run smollm2 "What is the capital of France?" --chat-template
     kvconv run smollm2 - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt
+    kvconv run smollm2 --chat --system "Answer in one sentence."
     kvconv run smollm2 --prompts questions.jsonl --batch-size 16 > answers.jsonl
     kvconv run HuggingFaceTB/SmolLM2-135M-Instruct "Once upon a time"
+
+    --chat reads one turn a line, from a terminal or not; a line that ends in a backslash goes on
+    in the next. Each turn runs only its new tokens. Ctrl-C stops an answer, Ctrl-D leaves, /help
+    lists the commands. Input that is not a terminal ends at the first turn that is refused.
 
     BUNDLE may also be a model as `kvconv export` takes it. It is exported the first time, and the
     bundle is kept in ~/.cache/kvconv/bundles (below XDG_CACHE_HOME, or the folder that
@@ -96,13 +114,15 @@ def command(
     results are JSON lines in the order of the prompts, as --json prints them, with an `index` from
     0. With --seed N, the prompt of index i is run like a single one with seed N + i.
     """  # noqa: D301 - click wants the control character that \b stands for
-    if (prompt is None) == (prompts is None):
-        raise click.UsageError("Give either a PROMPT or --prompts FILE.")
+    if (prompts is None) == (prompt is None and not is_chat):
+        raise click.UsageError("Give either a PROMPT (or --chat) or --prompts FILE.")
     if batch_size is not None and prompts is None:
         raise click.UsageError("--batch-size is for --prompts.")
+    if (system, thinking) != (None, None) and (prompts or not (is_chat or chat_template)):
+        raise click.UsageError("--system and --thinking are for --chat or PROMPT --chat-template.")
     with _stdout():
         with needs_extra("cpu"):
-            from kvconv.runtime import Generator
+            from kvconv.runtime import Conversation, Generator
         params = sampling_params(sampling)
         # Before an export, which takes long.
         many = None if prompts is None else read_prompts(prompts, params)
@@ -125,8 +145,18 @@ def command(
                 with_stats=stats,
             )
             return
+        variables = {} if thinking is None else generator.chat_template.thinking(thinking)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        if is_chat:
+            conversation = Conversation(generator, messages, variables)
+            Chat(conversation, params, as_json=as_json, with_stats=stats).run(text)
+            return
         assert text is not None
-        prompt_ids = generator.encode(text, chat_template=chat_template)
+        if chat_template:
+            messages.append({"role": "user", "content": text})
+            prompt_ids = generator.encode_chat(messages, variables)
+        else:
+            prompt_ids = generator.encode(text)
         result = generate(generator, prompt_ids, params, _ignore if as_json else _show)
         if as_json:
             result.print_json(text, with_stats=stats)
