@@ -2,7 +2,8 @@
 
 Each turn renders the whole history with the model's own chat template, as a fresh prompt would, so
 templates that change earlier turns are followed. Of its tokens, those that begin like what is in
-the cache are kept and the others run; the answer is that of a fresh prompt.
+the cache are kept and the others run; the answer is that of a fresh prompt. Where a model chose
+other tokens than its tokenizer makes of the same text, the rest of that answer runs once more.
 """
 
 from collections.abc import Generator as Events

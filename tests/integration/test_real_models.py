@@ -25,7 +25,7 @@ from kvconv.names import (
     present_key,
     present_value,
 )
-from kvconv.runtime import Bundle, Generator, SamplingParams
+from kvconv.runtime import Bundle, Conversation, Generator, SamplingParams
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
@@ -116,6 +116,32 @@ def test_the_capital_of_france_is_paris(export):
     assert "Paris" in answer["text"]
     assert answer["finish_reason"] == "eos"
     assert answer["stats"]["new_tokens"] == len(answer["token_ids"])
+
+
+@pytest.mark.parametrize("attention", ["flash", "standard"])
+def test_turns_of_a_conversation_equal_fresh_prefills(export, attention):
+    """The answers' tokens and their last logits, with most of each prompt out of the cache."""
+    generator = Generator.open(export("smollm2", attention))
+    conversation = Conversation(generator, [{"role": "system", "content": "Be brief, please. 🙂"}])
+    params = SamplingParams(max_new_tokens=20)
+    run, logits = generator.session.run, []
+
+    def remembered(*arguments, **options):
+        logits.append(run(*arguments, **options).copy())
+        return logits[-1]
+
+    generator.session.run = remembered
+    for text in ("Name three colours of the sky.", "今日は\n\nAnd of the sea?", "Which is best?"):
+        ids = [event.token_id for event in conversation.say(text, params)]
+        found = logits[-1][0, -1]
+        prompt_ids = generator.encode_chat(conversation.messages[:-1])
+        events = generator.generate([prompt_ids], params)
+        assert ids == [event.token_id for event in events]
+        cache = generator.session.new_cache(1, 512)
+        fresh = generator.prefill(cache, np.array([[*prompt_ids, *ids[:-1]]]))[0, -1]
+        np.testing.assert_allclose(found, fresh, atol=2e-4, rtol=0)
+    turn = conversation.turn
+    assert turn.cached_tokens > 0.5 * turn.prompt_tokens
 
 
 def test_standard_and_flash_agree_in_concat_mode_in_plain_onnxruntime(export):

@@ -66,3 +66,50 @@ def test_streams_of_random_ids_join_to_their_text(both):
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert "".join(pieces) == expected
+
+
+SCRIPTS = {
+    "latin": (0x20, 0x250),
+    "combining": (0x300, 0x370),
+    "arabic": (0x620, 0x64B),
+    "devanagari": (0x900, 0x97F),
+    "hangul": (0xAC00, 0xD7A4),
+    "cjk": (0x4E00, 0x9FFF),
+    "rare cjk": (0x20000, 0x2A6DF),
+    "emoji": (0x1F300, 0x1FAFF),
+    "joiners": (0x200B, 0x200E),
+    "variation selectors": (0xFE00, 0xFE10),
+}
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "mixed"])
+def test_streams_of_random_texts_show_whole_characters_only(both, script):
+    """A replacement character in a piece would be one that a later token completes."""
+    _, ours = both
+    generator = random.Random(script)
+    ranges = list(SCRIPTS.values()) if script == "mixed" else [SCRIPTS[script]]
+    num_held_back = 0
+    for _ in range(40):
+        characters = (chr(generator.randrange(*generator.choice(ranges))) for _ in range(25))
+        text = "".join(characters)
+        detokenizer = Detokenizer(ours)
+        shown = ""
+        for token_id in ours.encode(text, add_special_tokens=False):
+            piece = detokenizer.push(token_id)
+            num_held_back += not piece
+            assert "\ufffd" not in piece, text
+            shown += piece
+            assert text.startswith(shown), text
+        assert shown + detokenizer.flush() == text
+    if script in ("rare cjk", "emoji", "mixed"):
+        assert num_held_back > 0, "these are spelled in bytes"
+
+
+def test_stream_of_half_a_character_shows_it_only_at_the_end(both):
+    _, ours = both
+    ids = ours.encode("a\U0002a6d0", add_special_tokens=False)
+    assert len(ids) > 2
+    detokenizer = Detokenizer(ours)
+    pieces = [detokenizer.push(token_id) for token_id in ids[:-1]]
+    assert "".join(pieces) == "a"
+    assert set(detokenizer.flush()) == {"\ufffd"}
