@@ -6,9 +6,11 @@
     for piece in generator.stream("What is the capital of France?", chat_template=True):
         print(piece, end="", flush=True)
 
-`Conversation` keeps its cache between turns. Below `Generator` are `Bundle` (the files), `Session` (the model) and `KVCache` (the memory).
+`Conversation` keeps its cache between turns. Below `Generator` are `Bundle` (the files), `Session`
+(the model) and `KVCache` (the memory).
 """
 
+from kvconv.runtime.batches import plan_batches
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.conversation import Conversation
 from kvconv.runtime.generator import Generator
@@ -25,4 +27,5 @@ __all__ = [
     "KVCache",
     "SamplingParams",
     "Session",
+    "plan_batches",
 ]

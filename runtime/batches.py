@@ -28,12 +28,13 @@ def plan_batches(
         max_sequence_length: Most tokens of a row, padding, prompt and new.
 
     Returns:
-        The prompts' indices, each once, batch by batch.
+        The prompts' indices, each once, batch by batch; early prompts early.
     """
     window = batch_size * _WINDOW_BATCHES
     batches: list[list[int]] = []
     for start in range(0, len(lengths), window):
         indices = range(start, min(start + window, len(lengths)))
+        window_batches: list[list[int]] = []
         batch: list[int] = []
         most_new = 0
         for i in sorted(indices, key=lengths.__getitem__):
@@ -42,7 +43,8 @@ def plan_batches(
             fits = lengths[i] + max(most_new, new) <= max_sequence_length
             if not batch or not fits or len(batch) == batch_size:
                 batch, most_new = [], 0
-                batches.append(batch)
+                window_batches.append(batch)
             batch.append(i)
             most_new = max(most_new, new)
+        batches += sorted(window_batches, key=min)
     return batches

@@ -108,6 +108,25 @@ def test_greedy_tokens_equal_transformers(real):
         assert found == wanted[0, inputs.shape[1] :].tolist(), prompt
 
 
+@pytest.mark.parametrize(("name", "new_tokens"), [("smollm2", 24), ("gemma3", 8)])
+def test_batches_of_any_size_give_the_tokens_of_single_runs(export, tmp_path, name, new_tokens):
+    lines = [{"prompt": prompt} for prompt in PROMPTS]
+    for seed, line in enumerate(lines[::3]):
+        line |= {"temperature": 0.8, "top_p": 0.95, "seed": seed}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["run", str(export(name)), "--prompts", str(file)]
+    arguments += ["--max-new-tokens", str(new_tokens), "--batch-size"]
+    results = {}
+    for batch_size in (1, 3, 8):
+        result = CliRunner().invoke(main, [*arguments, str(batch_size)])
+        assert result.exit_code == 0, result.output
+        results[batch_size] = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["prompt"] for line in results[1]] == list(PROMPTS)
+    assert results[3] == results[1]
+    assert results[8] == results[1]
+
+
 def test_the_capital_of_france_is_paris(export):
     arguments = ["run", str(export("smollm2")), "What is the capital of France?"]
     result = CliRunner().invoke(main, [*arguments, "--chat-template", "--json", "--stats"])

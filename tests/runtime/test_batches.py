@@ -16,7 +16,11 @@ def plan(lengths, news, *, batch_size, max_sequence_length=10_000):
 
 
 def test_prompts_are_sorted_by_length_into_full_batches():
-    assert plan([5, 1, 4, 2, 3], [9] * 5, batch_size=2) == [[1, 3], [4, 2], [0]]
+    assert plan([5, 1, 4, 2, 3], [9] * 5, batch_size=2) == [[0], [1, 3], [4, 2]]
+
+
+def test_batches_of_one_keep_the_order():
+    assert plan([5, 1, 4], [9] * 3, batch_size=1) == [[0], [1], [2]]
 
 
 def test_no_prompt_gives_no_batch():
@@ -31,7 +35,7 @@ def test_first_batches_hold_the_first_prompts_of_a_long_list():
 
 def test_prompt_whose_answer_padding_would_cut_gets_a_batch_of_its_own():
     # 90 + 10 slots are all there is; the short prompt would get 10 tokens instead of 60.
-    assert plan([90, 5], [60, 60], batch_size=2, max_sequence_length=100) == [[1], [0]]
+    assert plan([90, 5], [60, 60], batch_size=2, max_sequence_length=100) == [[0], [1]]
     assert plan([90, 5], [60, 10], batch_size=2, max_sequence_length=100) == [[1, 0]]
 
 

@@ -8,7 +8,7 @@ from kvconv import __version__
 
 COMMANDS = {
     "export": "Convert a Hugging Face decoder into a bundle.",
-    "run": "Generate text from a bundle.",
+    "run": "Generate text from a bundle or a model.",
     "verify": "Compare a bundle's logits with PyTorch's.",
     "inspect": "Show what a bundle holds; --check hashes every file.",
     "doctor": "Show versions, providers and what is missing.",

@@ -38,7 +38,7 @@ def run_prompts(
         PromptError: A prompt cannot be encoded or does not fit; nothing has run or been printed.
         MemoryError: The cache of a batch takes more than the machine has; likewise.
     """
-    from kvconv.runtime.batches import plan_batches
+    from kvconv.runtime import plan_batches
 
     prompt_ids = [prompt.encode(generator, chat_template=chat_template) for prompt in prompts]
     batches = plan_batches(

@@ -18,7 +18,6 @@ import click
 
 from kvconv import __version__
 from kvconv.cli.common import Dtype, needs_extra, print_status
-from kvconv.cli.stages import StageLines
 from kvconv.errors import ExportError, ModelNotFoundError, OutputExistsError
 from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
@@ -152,6 +151,7 @@ def _export(model: str, output: Path, options: ModelOptions) -> None:
     print_status(f"{model} is no bundle: exporting it as a model, once")
     hub_cache = os.environ.get("KVCONV_CACHE_DIR")
     with needs_extra("cpu,export"):
+        from kvconv.cli.stages import StageLines
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier
 
@@ -164,10 +164,12 @@ def _export(model: str, output: Path, options: ModelOptions) -> None:
         try:
             with StageLines() as stages:
                 export(model, output, export_options, Verifier(), progress=stages)
-        except OutputExistsError:
+        except OutputExistsError as error:
+            # With a bundle there, another process exported the same and was faster.
             if not (output / MANIFEST_FILE).is_file():
-                raise
-            # Another process exported the same and was faster.
+                raise OutputExistsError(
+                    f"{error} {CACHE_VARIABLE} names the folder for kept bundles.", path=error.path
+                ) from error
         except ExportError as error:
             raise ExportError(
                 f"{error} `kvconv export` takes more options; then run the bundle that it writes."

@@ -1,4 +1,4 @@
-"""`kvconv run`: generate text from a bundle, streamed to stdout."""
+"""`kvconv run`: generate text from a bundle or a model, for one prompt or many."""
 
 import contextlib
 import io
@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from kvconv.cli.batch import run_prompts
 from kvconv.cli.chat import Chat
 from kvconv.cli.common import Command, needs_extra
 from kvconv.cli.generation import generate
@@ -137,6 +136,8 @@ def command(
             use_bundle_library=use_bundle_library,
         )
         if many is not None:
+            from kvconv.cli.batch import run_prompts
+
             run_prompts(
                 generator,
                 many,
