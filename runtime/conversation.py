@@ -34,6 +34,9 @@ class Turn:
 class Conversation:
     """A conversation with a model.
 
+    An answer is remembered as the text that was shown, so a model whose answers are built of
+    special tokens (channels, tool calls) loses those in its history.
+
     Args:
         generator: Whose bundle has a chat template.
         messages: What was said before, a system message in front if there is one.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -58,6 +59,13 @@ def test_piped_lines_are_turns_and_only_answers_are_printed(bundle):
 def test_prompt_is_the_first_turn(bundle):
     result = chat(bundle, "Hi", input="Who?")
     assert result.stdout.split() == answers(bundle, "Hi", "Who?")
+    assert chat(bundle, "-", input="Hi\n").stdout.split() == answers(bundle, "Hi")
+
+
+def test_byte_order_mark_and_dos_line_ends_are_not_part_of_a_turn(bundle):
+    result = chat(bundle, "--json", input=b"\xef\xbb\xbfHi\r\nWho?\r\n")
+    prompts = [json.loads(line)["prompt"] for line in result.stdout.splitlines()]
+    assert prompts == ["Hi", "Who?"]
 
 
 def test_backslash_continues_a_line_and_two_slashes_begin_a_text(bundle):
@@ -137,6 +145,7 @@ def test_save_replaces_a_file_only_when_told_to(bundle, tmp_path):
     assert file.read_text() == "precious"
     assert chat(bundle, input=f"/save --force {file}\n").exit_code == 0
     assert json.loads(file.read_text()) == []
+    assert chat(bundle, input=f"/load {file}\nHi\n").stdout.split() == answers(bundle, "Hi")
 
 
 @pytest.mark.parametrize(
@@ -263,12 +272,31 @@ class Terminal:
         seen, found, self.screen = self.screen.partition(text)
         return seen + found
 
+    def expect_letters(self, number: int) -> None:
+        """Wait until so many letters of an answer are on the screen, and leave them there."""
+        deadline = time.monotonic() + 60
+        while len(self.screen) < number:
+            assert time.monotonic() < deadline, self.screen
+            assert self._read(), self.screen
+        assert self.screen[:number].isalpha()
+
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
-    def wait(self) -> int:
+    def interrupt(self) -> None:
+        """Press Ctrl-C once the program waits for keys; a moment before it would not be woken."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        deadline = time.monotonic() + 60
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline, "it never waits for keys"
+            time.sleep(0.01)
+        time.sleep(0.05)
+        self.type("\x03")
+
+    def wait(self, seconds: float = 60) -> int:
+        deadline = time.monotonic() + seconds
         while self._read():
-            pass
+            assert time.monotonic() < deadline, f"it goes on: {self.screen!r}"
         return self._process.wait(60)
 
     def _read(self) -> bool:
@@ -324,8 +352,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(bundle, terminal, tmp_path
     screen.expect("> ")
     screen.type("Hi\r")
     screen.expect("Hi\n")
-    while not screen.screen[:3].isalpha() or len(screen.screen) < 3:
-        screen._read()
+    screen.expect_letters(3)
     screen.type("\x03")
     shown = screen.expect("Stopped; what was shown stays.\n> ")
     screen.type(f"/save {tmp_path / 'file'}\r")
@@ -344,16 +371,44 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(bundle, terminal, tmp_path
 def test_ctrl_c_at_the_prompt_leaves_the_second_time(bundle, terminal):
     screen = terminal(_FAST, bundle, "--chat", *FOUR)
     screen.expect("> ")
-    screen.type("\x03")
+    screen.interrupt()
     screen.expect("Ctrl-C again or Ctrl-D leaves the chat")
     screen.expect("> ")
     screen.type("Hi\r")  # a turn in between: the next one counts as the first again
     screen.expect("Hi\n")
     screen.expect("> ")
-    screen.type("half a line\x03")
+    screen.interrupt()
     screen.expect("Ctrl-C again or Ctrl-D leaves the chat")
     screen.expect("> ")
-    screen.type("\x03")
+    screen.interrupt()
+    assert screen.wait() == 0
+
+
+def test_ctrl_c_after_half_a_line_drops_it(bundle, terminal):
+    pytest.importorskip("readline")
+    screen = terminal(_FAST, bundle, "--chat", *FOUR)
+    screen.expect("> ")
+    for _ in range(3):
+        screen.type("half a line")
+        screen.expect("half a line")
+        screen.interrupt()
+        assert "again" not in screen.expect("> ")
+    screen.type("\x04")
+    assert screen.wait() == 0
+
+
+def test_python_without_readline_takes_lines_all_the_same(bundle, terminal):
+    screen = terminal(
+        "import sys; sys.modules['readline'] = None; " + _FAST, bundle, "--chat", *FOUR
+    )
+    screen.expect("> ")
+    screen.type("Hi\n")
+    screen.expect(answers(bundle, "Hi")[0])
+    screen.expect("> ")
+    screen.interrupt()
+    screen.expect("Ctrl-C again")
+    screen.expect("> ")
+    screen.interrupt()
     assert screen.wait() == 0
 
 
@@ -370,7 +425,6 @@ def test_answers_go_to_a_file_and_the_prompt_does_not(bundle, terminal, tmp_path
 
 def test_ctrl_c_ends_a_piped_chat_with_130(bundle, terminal):
     screen = terminal(_SLOW, bundle, "Hi", "--chat", stdin=subprocess.DEVNULL)
-    while len(screen.screen) < 3:
-        screen._read()
+    screen.expect_letters(3)
     screen.type("\x03")
     assert screen.wait() == 130

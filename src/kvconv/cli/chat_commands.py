@@ -86,7 +86,8 @@ def _save(conversation: "Conversation", argument: str) -> str:
 
 def _load(conversation: "Conversation", argument: str) -> str:
     messages = load(Path(argument).expanduser())
-    conversation.encode(messages)  # refused now rather than at the next turn
+    if messages:
+        conversation.encode(messages)  # refused now rather than at the next turn
     conversation.messages[:] = messages
     return f"{len(messages)} messages are loaded."
 

@@ -1,8 +1,9 @@
 """What a person or a program says in a chat: lines of standard input, continued ones joined."""
 
-import contextlib
+import codecs
+import importlib
 import sys
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvconv.cli.common import print_status
 from kvconv.errors import PromptError
@@ -32,14 +33,15 @@ def open_lines() -> Lines:
 
 
 class _Terminal:
-    """Lines that a person types; Ctrl-C twice or Ctrl-D ends them."""
+    """Lines that a person types; Ctrl-D or Ctrl-C twice at an empty line ends them."""
 
     is_interactive = True
 
     def __init__(self) -> None:
-        # Importing it gives input() line editing and a history, where Python has it.
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401
+        try:  # importing it gives input() line editing and a history
+            self._readline: Any = importlib.import_module("readline")
+        except ImportError:  # some builds of Python have none
+            self._readline = None
         self._has_warned = False
 
     def read(self) -> str | None:
@@ -48,6 +50,8 @@ class _Terminal:
                 text = _join(self._line)
             except KeyboardInterrupt:
                 print_status("")
+                if self._readline is not None and self._readline.get_line_buffer():
+                    continue  # what was typed is dropped, as shells do it
                 if self._has_warned:
                     return None
                 print_status("Ctrl-C again or Ctrl-D leaves the chat; /help lists the commands.")
@@ -88,6 +92,8 @@ class _Pipe:
     def _line(self, is_first: bool) -> str | None:
         line = sys.stdin.buffer.readline()
         self._number += 1
+        if self._number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         try:
             return line.decode().rstrip("\r\n") if line else None
         except UnicodeDecodeError as error:
