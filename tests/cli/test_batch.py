@@ -3,8 +3,10 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -41,6 +43,9 @@ def bundle(request, tmp_path_factory) -> str:
     decoder.weights["lm_head"][0, [*range(ord("a"), ord("z")), EOS]] = 0
     folder = tmp_path_factory.mktemp("batch") / request.param
     return str(write_bundle(folder, decoder=decoder, attention=request.param))
+
+
+only_flash = pytest.mark.parametrize("bundle", ["flash"], indirect=True)
 
 
 @pytest.fixture
@@ -148,6 +153,7 @@ def test_stats_are_totals_on_stderr(bundle):
     assert "kv_cache_bytes: " in result.stderr
 
 
+@only_flash
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -174,6 +180,7 @@ def test_messages_without_a_template_name_their_line(tmp_path):
     assert "no chat template" in result.stderr
 
 
+@only_flash
 def test_missing_file_is_one_line(bundle, tmp_path):
     result = run(bundle, "--prompts", str(tmp_path / "absent"))
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
@@ -205,6 +212,7 @@ def test_batch_that_the_generator_refuses_is_refused_before_anything_is_printed(
     assert "no padding, please" in result.stderr
 
 
+@only_flash
 @pytest.mark.parametrize(
     "arguments",
     [[], ["Hello", "--prompts", "x"], ["Hello", "--batch-size", "2"],
@@ -230,6 +238,7 @@ main()
 """
 
 
+@only_flash
 def test_ctrl_c_leaves_whole_lines(bundle, file, wanted):
     options = ["run", bundle, "--prompts", file, "--max-new-tokens", "12", "--batch-size", "1"]
     command = [sys.executable, "-c", _INTERRUPT_LATER, *options]
@@ -241,6 +250,34 @@ def test_ctrl_c_leaves_whole_lines(bundle, file, wanted):
     assert 0 < len(printed) < len(wanted)
 
 
+@only_flash
+def test_ctrl_c_while_the_reader_is_slow_leaves_whole_lines(bundle, tmp_path):
+    line = {"prompt": "a", "id": "x" * 300_000, "max_new_tokens": 1}  # more than a pipe holds
+    file = tmp_path / "long"
+    file.write_text("\n".join([json.dumps(line)] * 3))
+    process = subprocess.Popen(
+        [*MAIN, bundle, "--prompts", str(file), "--batch-size", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+    )  # fmt: skip
+    begin = process.stdout.read(1)  # the first line is being written
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    rest, error = process.communicate()
+    assert (process.returncode, error) == (130, b"\n")
+    assert json.loads(begin + rest)["index"] == 0
+
+
+@only_flash
+def test_stdout_that_is_not_utf8_gets_escapes_and_loses_nothing(bundle):
+    result = subprocess.run(
+        [*MAIN, bundle, "--prompts", "-", "--max-new-tokens", "1"],
+        input="été 海".encode(), capture_output=True, check=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert json.loads(result.stdout.decode("ascii"))["prompt"] == "été 海"
+
+
+@only_flash
 def test_closed_pipe_ends_quietly(bundle, file):
     process = subprocess.Popen(
         [*MAIN, bundle, "--prompts", file],
@@ -252,6 +289,7 @@ def test_closed_pipe_ends_quietly(bundle, file):
     assert process.wait() == 141
 
 
+@only_flash
 def test_terminal_sees_progress_while_the_results_go_elsewhere(bundle, file, wanted):
     ours, theirs = pty.openpty()
     command = [*MAIN, bundle, "--prompts", file, "--max-new-tokens", "12"]

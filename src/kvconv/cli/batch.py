@@ -1,6 +1,7 @@
 """Many prompts of `kvconv run --prompts`: run in batches, printed in the order they came."""
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -101,8 +102,22 @@ class _InOrder:
         """Take one result and print all whose turn has come."""
         self._waiting[index] = result
         while self._next in self._waiting:
-            print_json(self._waiting.pop(self._next))
+            with _ctrl_c_waits():
+                print_json(self._waiting.pop(self._next))
             self._next += 1
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Let the block end before Ctrl-C takes effect: a slow reader must not be left half a line."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What all commands share: errors become one line, results become text or JSON."""
 
+import codecs
 import contextlib
 import errno
 import importlib.metadata
@@ -101,8 +102,10 @@ def extras() -> dict[str, tuple[str, ...]]:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON line to stdout."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    """Write one JSON line to stdout; where that is not UTF-8, other characters are escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    click.echo(json.dumps(value, ensure_ascii=not is_utf8))
 
 
 def print_status(message: str) -> None:
