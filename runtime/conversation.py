@@ -68,11 +68,6 @@ class Conversation:
         self._ids: list[int] = []
         self._events: Events[GenerationEvent] | None = None
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the cache."""
-        return self._cache.nbytes
-
     def say(self, text: str, params: SamplingParams = GREEDY) -> Events[GenerationEvent]:
         """Say something as the user, and yield the events of the answer.
 

@@ -337,6 +337,9 @@ def test_typed_turns_are_answered_and_the_last_line_comes_back(bundle, terminal)
     screen.type("x" * 70 + "\r")
     screen.expect("Error: ")
     screen.expect("> ")
+    screen.type("/load nothing\r")
+    screen.expect("Error: nothing: No such file")
+    screen.expect("> ")
     screen.type("/undo\r")
     screen.expect("taken back.\n> ")
     screen.type("a\\\r")
@@ -398,9 +401,9 @@ def test_ctrl_c_after_half_a_line_drops_it(bundle, terminal):
 
 
 def test_python_without_readline_takes_lines_all_the_same(bundle, terminal):
-    screen = terminal(
-        "import sys; sys.modules['readline'] = None; " + _FAST, bundle, "--chat", *FOUR
-    )
+    code = "import sys; sys.modules['readline'] = None; " + _FAST
+    screen = terminal(code, bundle, "x" * 70, "--chat", *FOUR)
+    screen.expect("Error: ")  # the first turn does not fit
     screen.expect("> ")
     screen.type("Hi\n")
     screen.expect(answers(bundle, "Hi")[0])

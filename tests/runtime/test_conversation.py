@@ -269,4 +269,3 @@ def test_logits_of_a_real_bundle_equal_a_fresh_prefill(tmp_path, attention, temp
         last = seen[-1][0, -1]
         expected = run(generator.session.new_cache(1, 64), np.array([[*prompt, *ids[:-1]]]))
         np.testing.assert_allclose(last, expected[0, -1], atol=1e-4)
-    assert conversation.kv_cache_bytes > 0

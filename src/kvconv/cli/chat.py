@@ -24,15 +24,14 @@ class TurnStats:
         prompt_tokens: Tokens of the history, up to where the answer begins.
         cached_tokens: Those of them that earlier turns had left in the cache.
         new_tokens: Tokens generated, the EOS token included.
-        time_to_first_token_ms: From the encoded history to the first token, in ms; None without
-            one.
+        time_to_first_token_ms: From the encoded history to the first token, in ms.
         tokens_per_s: Of the tokens after the first; 0 where there are none.
     """
 
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
-    time_to_first_token_ms: float | None
+    time_to_first_token_ms: float
     tokens_per_s: float
 
 
@@ -69,45 +68,47 @@ class Chat:
 
         Raises:
             KvconvError: A turn or a command of a program was refused.
-            OSError: A program's command could not read or write a file.
             KeyboardInterrupt: Ctrl-C during an answer to a program.
         """
         lines = open_lines()
-        if first is not None:
-            self._turn(first, lines)
-        elif lines.is_interactive:
+        if lines.is_interactive and first is None:
             print_status(
                 "Ctrl-D leaves the chat, Ctrl-C stops an answer, /help lists the commands."
             )
-        while (text := lines.read()) is not None:
-            if not text.strip():
-                continue
-            if not is_command(text):
-                self._turn(text.removeprefix("/") if text.startswith("//") else text, lines)
-            elif not self._command(text, lines):
-                return
+        is_going_on = True
+        while is_going_on:
+            try:
+                if first is None:
+                    is_going_on = self._take(lines)
+                else:
+                    text, first = first, None
+                    self._turn(text, lines)
+            except KvconvError as error:
+                if not lines.is_interactive:
+                    raise
+                print_status(f"Error: {one_line(error)}")
 
-    def _command(self, text: str, lines: Lines) -> bool:
-        """Run a command; returns whether the chat goes on."""
-        try:
-            report = run_command(text, self._conversation)
-        except (KvconvError, OSError) as error:
-            if not lines.is_interactive:
-                raise
-            print_status(f"Error: {one_line(error)}")
-            return True
-        if report is not None:
-            print_status(report)
-        return report is not None
+    def _take(self, lines: Lines) -> bool:
+        """Take what is said next; returns whether the chat goes on."""
+        text = lines.read()
+        if text is None:
+            return False
+        if is_command(text):
+            try:
+                report = run_command(text, self._conversation)
+            except OSError as error:  # a file that a person can name otherwise
+                raise KvconvError(one_line(error)) from error
+            if report is not None:
+                print_status(report)
+            return report is not None
+        if text.strip():
+            self._turn(text.removeprefix("/") if text.startswith("//") else text, lines)
+        return True
 
     def _turn(self, text: str, lines: Lines) -> None:
         num_before = len(self._conversation.messages)
         try:
             self._answer(text)
-        except KvconvError as error:
-            if not lines.is_interactive:
-                raise
-            print_status(f"Error: {one_line(error)}")
         except KeyboardInterrupt:
             if not lines.is_interactive:
                 raise
