@@ -192,7 +192,7 @@ def test_gqa_gives_the_tokens_of_flash(export, tmp_path):
     write_graph(graph, tmp_path / MODEL_FILE)
     for name in manifest.files:
         if name != MODEL_FILE:
-            (tmp_path / name).symlink_to(flash / name)
+            (tmp_path / name).hardlink_to(flash / name)
     dataclasses.replace(
         manifest,
         attention="gqa",
