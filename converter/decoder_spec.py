@@ -8,9 +8,16 @@ first, because that is what decides how transformers' `generate` ends.
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.utils import ModelOutput
 
 from kvconv.converter.rope import fixed_length
@@ -114,24 +121,35 @@ def _cache_shapes(
     cache = getattr(output, "cache", None)
     if cache is None:
         cache = getattr(output, "past_key_values", None)
-    layers = getattr(cache, "layers", None) or ()
-    shapes: list[CacheShape] = []
-    for layer in layers:
-        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if key is None or value is None or key.dim() != 4 or value.dim() != 4:
-            shapes.clear()
-            break
-        shapes.append(CacheShape(key.shape[1], key.shape[3], value.shape[3]))
-    if not shapes:
-        kinds = sorted(set(getattr(config, "layer_types", None) or ()))
-        raise UnsupportedModelError(
-            f"{architecture} (model type {config.model_type!r}"
-            f"{', layers of ' + ' and '.join(kinds) if kinds else ''}) does not keep one key and "
-            f"value per layer and token. kvconv converts decoders with a plain KV cache; "
-            f"recurrent and hybrid models are not supported.",
-            model_type=config.model_type,
-        )
-    return tuple(shapes)
+    layers = getattr(cache, "layers", None) or (None,)
+    for index, layer in enumerate(layers):
+        if (oddity := _oddity(layer)) is not None:
+            kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+            raise UnsupportedModelError(
+                f"{architecture} (model type {config.model_type!r}"
+                f"{', layers of ' + ' and '.join(kinds) if kinds else ''}) {oddity} in layer "
+                f"{index}. kvconv converts decoders with a plain KV cache: one key and value per "
+                f"layer and token.",
+                model_type=config.model_type,
+            )
+    return tuple(
+        CacheShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        for layer in layers
+    )
+
+
+def _oddity(layer: Any) -> str | None:
+    """Return what a cache layer holds that a plain one does not, or None."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "keeps a recurrent or convolution state"
+    if isinstance(layer, DummyLayer):
+        return "has no cache of its own, or shares that of another layer,"
+    if layer is not None and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        return f"keeps a {type(layer).__name__}"
+    key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if key is None or value is None or key.dim() != 4 or value.dim() != 4:
+        return "does not keep a key and value"
+    return None
 
 
 def _token_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
