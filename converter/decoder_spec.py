@@ -6,7 +6,7 @@ first, because that is what decides how transformers' `generate` ends.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +108,8 @@ def _run(model: PreTrainedModel) -> ModelOutput:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on token ids alone: {root_cause(error)} kvconv "
-            f"converts decoders that need no other input.",
+            f"{type(model).__name__} does not run on two token ids: {root_cause(error)} kvconv "
+            f"converts decoders that need nothing but token ids.",
             model_type=model.config.model_type,
         ) from error
     return output
@@ -121,7 +121,7 @@ def _cache_shapes(
     cache = getattr(output, "cache", None)
     if cache is None:
         cache = getattr(output, "past_key_values", None)
-    layers = getattr(cache, "layers", None) or (None,)
+    layers: Sequence[Any] = getattr(cache, "layers", None) or (None,)
     for index, layer in enumerate(layers):
         if (oddity := _oddity(layer)) is not None:
             kinds = sorted(set(getattr(config, "layer_types", None) or ()))

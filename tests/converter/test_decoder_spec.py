@@ -60,7 +60,7 @@ def test_model_that_needs_more_than_token_ids_is_refused_with_the_cause(monkeypa
     model = tiny_model("llama", num_hidden_layers=1)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda pixels, **inputs: forward(**inputs))
-    with pytest.raises(UnsupportedModelError, match="on token ids alone: .* argument: 'pixels'"):
+    with pytest.raises(UnsupportedModelError, match="on two token ids: .* argument: 'pixels'"):
         describe(model)
 
 
