@@ -6,11 +6,18 @@ first, because that is what decides how transformers' `generate` ends.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.utils import ModelOutput
 
 from kvconv.converter.mla import latent_layers
@@ -102,8 +109,8 @@ def _run(model: PreTrainedModel) -> ModelOutput:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on token ids alone: {root_cause(error)} kvconv "
-            f"converts decoders that need no other input.",
+            f"{type(model).__name__} does not run on two token ids: {root_cause(error)} kvconv "
+            f"converts decoders that need nothing but token ids.",
             model_type=model.config.model_type,
         ) from error
     return output
@@ -116,27 +123,43 @@ def _cache_shapes(
     cache = getattr(output, "cache", None)
     if cache is None:
         cache = getattr(output, "past_key_values", None)
-    layers = getattr(cache, "layers", None) or ()
-    shapes: list[CacheShape] = []
+    layers: Sequence[Any] = getattr(cache, "layers", None) or (None,)
     for index, layer in enumerate(layers):
-        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if key is None or value is None or key.dim() != 4 or value.dim() != 4:
-            shapes.clear()
-            break
-        key_head_dim, value_head_dim = key.shape[3], value.shape[3]
-        if index in latent:  # transformers keeps the two parts of our key apart
-            key_head_dim, value_head_dim = key_head_dim + value_head_dim, key_head_dim
-        shapes.append(CacheShape(key.shape[1], key_head_dim, value_head_dim))
-    if not shapes:
-        kinds = sorted(set(getattr(config, "layer_types", None) or ()))
-        raise UnsupportedModelError(
-            f"{architecture} (model type {config.model_type!r}"
-            f"{', layers of ' + ' and '.join(kinds) if kinds else ''}) does not keep one key and "
-            f"value per layer and token. kvconv converts decoders with a plain KV cache; "
-            f"recurrent and hybrid models are not supported.",
-            model_type=config.model_type,
-        )
-    return tuple(shapes)
+        if (oddity := _oddity(layer)) is not None:
+            kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+            raise UnsupportedModelError(
+                f"{architecture} (model type {config.model_type!r}"
+                f"{', layers of ' + ' and '.join(kinds) if kinds else ''}) {oddity} in layer "
+                f"{index}. kvconv converts decoders with a plain KV cache: one key and value per "
+                f"layer and token.",
+                model_type=config.model_type,
+            )
+    return tuple(_cache_shape(layer, index in latent) for index, layer in enumerate(layers))
+
+
+def _cache_shape(layer: Any, is_latent: bool) -> CacheShape:
+    heads, key_head_dim, value_head_dim = (
+        layer.keys.shape[1],
+        layer.keys.shape[3],
+        layer.values.shape[3],
+    )
+    if is_latent:  # transformers keeps the two parts of our key apart
+        return CacheShape(heads, key_head_dim + value_head_dim, key_head_dim)
+    return CacheShape(heads, key_head_dim, value_head_dim)
+
+
+def _oddity(layer: Any) -> str | None:
+    """Return what a cache layer holds that a plain one does not, or None."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "keeps a recurrent or convolution state"
+    if isinstance(layer, DummyLayer):
+        return "has no cache of its own, or shares that of another layer,"
+    if layer is not None and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        return f"keeps a {type(layer).__name__}"
+    key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if key is None or value is None or key.dim() != 4 or value.dim() != 4:
+        return "does not keep a key and value"
+    return None
 
 
 def _token_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama4_text": _LLAMA
     | _EXPERTS
     | _CHUNKED
-    | {"intermediate_size_mlp": 48, "moe_layers": [1], "floor_scale": 4},
+    | {"intermediate_size_mlp": 48, "moe_layers": [1], "floor_scale": 4, "use_qk_norm": False},
     "smollm3": _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "cohere": _LLAMA | {"logit_scale": 1.0},
 }

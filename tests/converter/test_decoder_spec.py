@@ -53,15 +53,28 @@ def test_hybrid_model_is_refused_with_its_kinds_of_layers():
         "lfm2", hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=64,
         num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"],
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="layers of conv and full_attention"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"of conv and full_attention\) keeps a recurrent .* layer 0"
+    ):
         describe(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_model_whose_layers_share_a_cache_is_refused_with_the_layer():
+    model = tiny_model(
+        "gemma3n_text", hidden_size=16, intermediate_size=16, num_hidden_layers=3, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, num_kv_shared_layers=1,
+        layer_types=["full_attention"] * 3, hidden_size_per_layer_input=8, laurel_rank=4,
+        vocab_size_per_layer_input=259, activation_sparsity_pattern=[0.0] * 3,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="shares that of another layer, in layer 2"):
+        describe(model)
 
 
 def test_model_that_needs_more_than_token_ids_is_refused_with_the_cause(monkeypatch):
     model = tiny_model("llama", num_hidden_layers=1)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda pixels, **inputs: forward(**inputs))
-    with pytest.raises(UnsupportedModelError, match="on token ids alone: .* argument: 'pixels'"):
+    with pytest.raises(UnsupportedModelError, match="on two token ids: .* argument: 'pixels'"):
         describe(model)
 
 

@@ -34,10 +34,8 @@ WINDOWS = {
     "gpt_oss": (WINDOW, None),
 }
 """Model type -> windows that rewriting must find; no windows in the others."""
-ROTATED_IN_THE_OP = {"gpt2": 0, "smollm3": 1, "llama4_text": 0, "deepseek_v3": 0}
-"""Model type -> layers; all in the others. Llama 4 norms what was rotated, and
-
-DeepSeek V3 caches it."""
+ROTATED_IN_THE_OP = {"gpt2": 0, "smollm3": 1, "llama4_text": 1, "deepseek_v3": 0}
+"""Model type -> layers; all in the others. What DeepSeek V3 caches is rotated already."""
 BIASES = {"llama4_text": "new token 3 sees slot 0"}
 """Model type -> what the first layer's mask says that attributes cannot: chunks."""
 
@@ -191,6 +189,7 @@ def _drop_sink(node: gs.Node) -> None:
         ("cohere", _drop_rotary),
         ("gemma3_text", _drop_rotary),
         ("smollm3", _drop_rotary),
+        ("llama4_text", _drop_rotary),
         ("phi3", _drop_rotary),
         ("gemma3_text", _drop_window),
         ("gemma2", _drop_window),

@@ -106,7 +106,7 @@ def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
         ("cohere", {"logit_scale": 0.5}),
         ("smollm3", {"no_rope_layers": [1, 1]}),
         ("llama4_text", {"attention_chunk_size": 99}),
-        ("llama4_text", {"use_qk_norm": False}),
+        ("llama4_text", {"use_qk_norm": True}),
         ("llama4_text", {"attn_temperature_tuning": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

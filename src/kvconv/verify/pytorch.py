@@ -91,7 +91,7 @@ def _lengths(
     if window is None or length > window:
         return length, steps, ()
     sentence = (
-        f"the prompt of {length} tokens does not cross the sliding window of {window}; "
+        f"the prompt of {length} tokens does not cross the window or chunk of {window}; "
         f"kvconv verify --prompt-tokens {crossing} does, where the bundle holds so many"
     )
     return length, steps, (sentence,)
@@ -121,9 +121,13 @@ def _prompt_ids(
 
 
 def _largest_window(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
+    """Return the tokens after which some layer forgets: a sliding window, or a chunk (llama4)."""
     used = getattr(config, "use_sliding_window", True)
-    return int(window) if window and used else None
+    sizes = [
+        getattr(config, "sliding_window", None) if used else None,
+        getattr(config, "attention_chunk_size", None),
+    ]
+    return max((size for size in sizes if isinstance(size, int) and size), default=None)
 
 
 def _forward(model: PreTrainedModel, input_ids: list[int], positions: list[int]) -> Continuation:
