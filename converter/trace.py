@@ -195,18 +195,23 @@ def _cache_names(side: str, num_layers: int) -> list[str]:
 
 
 def _name_dimensions(graph: ir.Graph) -> None:
-    """Call the mask's width, and every sum of past and new, total_sequence_length."""
-    inputs = {value.name: value for value in graph.inputs}
-    mask_shape = inputs[names.ATTENTION_MASK].shape
-    assert mask_shape is not None
-    past, new = names.DIM_PAST, names.DIM_SEQUENCE
-    totals = {str(mask_shape[1]), f"{past} + {new}", f"{new} + {past}"}
+    """Name dimensions as `kvconv.names` does; sums of past and new are total_sequence_length.
+
+    PyTorch keeps the names given to it only where the model takes every argument.
+    """
+    shapes = {value.name: value.shape or () for value in graph.inputs}
+    batch, new = map(str, shapes[names.INPUT_IDS])
+    past, total = str(shapes[names.past_key(0)][2]), str(shapes[names.ATTENTION_MASK][1])
+    called: dict[str, str] = {
+        batch: names.DIM_BATCH,
+        new: names.DIM_SEQUENCE,
+        past: names.DIM_PAST,
+        **dict.fromkeys((total, f"{past} + {new}", f"{new} + {past}"), names.DIM_TOTAL),
+    }
     produced = (value for node in graph for value in node.outputs)
     for value in (*graph.inputs, *produced):
         if value.shape is not None:
-            value.shape = ir.Shape(
-                names.DIM_TOTAL if str(dim) in totals else dim for dim in value.shape
-            )
+            value.shape = ir.Shape(called.get(str(dim), dim) for dim in value.shape)
 
 
 def _check_placeholders(graph: ir.Graph, spec: DecoderSpec) -> None:

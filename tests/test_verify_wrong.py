@@ -45,7 +45,7 @@ ALL = {
         ("gpt_neox", "float32", rotate_all_of_a_head, ALL),
         ("gptj", "float32", rotate_halves, ALL),
         ("qwen3", "float32", skip_query_key_norm, ALL),
-        ("llama3", "float32", unscale_rope, ALL),
+        ("llama+llama3", "float32", unscale_rope, ALL),
         ("llama4_text", "float32", drop_chunks, ALL),
         ("llama", "float32", ignore_padding, {"left-padded batch"}),
         ("qwen3", "float16", ignore_padding, {"left-padded batch"}),

@@ -56,7 +56,7 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "llama3": _LLAMA | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama+llama3": _LLAMA | {"rope_parameters": LLAMA3_ROPE},
     "mistral": _LLAMA | {"sliding_window": WINDOW},
     "qwen2": _LLAMA
     | {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
@@ -72,6 +72,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"max_position_embeddings": 128},
+    "falcon+alibi": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"max_position_embeddings": 128, "alibi": True}
+    | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    | {"max_position_embeddings": 128, "window_size": WINDOW}
+    | {"attention_types": [[["global", "local"], 1]]},
+    "mpt": {"d_model": 36, "n_layers": 2, "n_heads": 3, "max_seq_len": 128},
     "mixtral": _LLAMA | _EXPERTS | {"sliding_window": None},
     "gpt_oss": _LLAMA | _EXPERTS | _WINDOWED | {"rope_parameters": _YARN},
     "deepseek_v3": _LLAMA
@@ -99,10 +106,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "cohere": _LLAMA | {"logit_scale": 1.0},
 }
-"""Model type (or a name, where `model_type` is inside) -> config.
+"""Model type -> config; what follows a + tells variants of one model type apart.
 
 llama has tied embeddings only where a test asks for them.
 """
+OWN_ATTENTION = ("bloom", "falcon", "falcon+alibi", "gpt_neo", "mpt")
+"""Those whose classes do not know transformers' attention interface."""
 
 
 def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
@@ -113,8 +122,8 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    settings = {"model_type": model_type} | CONFIGS.get(model_type, {}) | tokens | overrides
-    config = AutoConfig.for_model(**settings)
+    settings = CONFIGS.get(model_type, {}) | tokens | overrides
+    config = AutoConfig.for_model(model_type.partition("+")[0], **settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

@@ -19,7 +19,7 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 _FLAVOURS = ("flash", "standard", "gqa")
 _FEATURES = {
     "llama": "the plain case",
-    "llama3": "Llama 3's rope scaling",
+    "llama+llama3": "Llama 3's rope scaling",
     "mistral": "sliding window",
     "qwen2": "biases",
     "qwen3": "query and key norms, head_dim of its own",

@@ -115,8 +115,8 @@ def test_rewrite_flash_reads_projections_and_nothing_else() -> None:
     assert report.refusals == ()
     assert report.windows == (None, 3)
     assert report.counts == {
-        "tidy": report.counts["tidy"], "past_length": 1, "flash": 2, "mask": 2, "rotary": 2,
-        "heads": 8, "num_logits_to_keep": 1, "float32_logits": 0,
+        "tidy": report.counts["tidy"], "past_length": 1, "eager": 0, "flash": 2, "mask": 2,
+        "rotary": 2, "heads": 8, "num_logits_to_keep": 1, "float32_logits": 0,
     }  # fmt: skip
     for node in flash_nodes(graph):
         assert [tensor.inputs[0].op for tensor in node.inputs[:3]] == ["MatMul"] * 3
@@ -199,7 +199,10 @@ def test_rewrite_without_attention_is_refused() -> None:
     b = Builder()
     x = b.op("Gather", b.weight(32, 16), b.ids, axis=0)
     b.output(lm_head(b, b.op("Neg", x, shape=["b", "s", 16]), "matmul"), names.LOGITS)
-    with pytest.raises(RewriteError, match="nothing to rewrite"):
+    with pytest.raises(RewriteError, match=r"past_key_values\.0\.key is not what one Concat"):
+        rewrite(b.graph, attention="flash", opset=23)
+    b.graph.inputs = [t for t in b.graph.inputs if t.name == names.INPUT_IDS]
+    with pytest.raises(RewriteError, match="no attention to rewrite"):
         rewrite(b.graph, attention="flash", opset=23)
 
 

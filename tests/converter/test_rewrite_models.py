@@ -22,7 +22,7 @@ from kvconv.converter.decoder_spec import DecoderSpec
 from kvconv.converter.rewrite import RewriteReport, read_graph, rewrite
 from kvconv.converter.rewrite.graph import find, set_operand
 from rewrite_graphs import open_session, run
-from tiny_decoders import CONFIGS, WINDOW
+from tiny_decoders import CONFIGS, OWN_ATTENTION, WINDOW
 
 _COS = names.FLASH_ATTENTION_INPUTS.index("cos")
 BATCH, TOKENS, CAPACITY = 3, 14, 17
@@ -32,12 +32,19 @@ WINDOWS = {
     "mistral": (WINDOW, WINDOW),
     "qwen2": (None, WINDOW),
     "gpt_oss": (WINDOW, None),
+    "gpt_neo": (None, WINDOW),
 }
 """Model type -> windows that rewriting must find; no windows in the others."""
-ROTATED_IN_THE_OP = {"gpt2": 0, "smollm3": 1, "llama4_text": 1, "deepseek_v3": 0}
+UNROTATED = ("gpt2", "bloom", "falcon+alibi", "gpt_neo", "mpt", "deepseek_v3")
+ROTATED_IN_THE_OP = dict.fromkeys(UNROTATED, 0) | {"smollm3": 1, "llama4_text": 1}
 """Model type -> layers; all in the others. What DeepSeek V3 caches is rotated already."""
-BIASES = {"llama4_text": "new token 3 sees slot 0"}
-"""Model type -> what the first layer's mask says that attributes cannot: chunks."""
+BIASES = {"llama4_text": (1, "new token 3 sees slot 0"), "falcon+alibi": (2, "it adds numbers")}
+"""Model type -> layers whose mask stays a bias, and why.
+
+Chunks are no attribute of the op; Falcon's ALiBi is bfloat16, so no multiple of the slot.
+"""
+HOLES = {"bloom": "holes in attention_mask are left alone"}
+"""Model type -> what a hole is told; the last row of `prompt` has one."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,10 @@ def decode(
     return np.concatenate(pieces, 1)
 
 
-def assert_equals_pytorch(actual: npt.NDArray, decoder: Decoder) -> None:
+def assert_equals_pytorch(actual: npt.NDArray, decoder: Decoder, *, holes: bool = True) -> None:
     real = prompt()[1][: len(actual)] != 0
+    if not holes:
+        real[2, 4:] = False
     assert np.isfinite(actual).all()
     largest = np.abs(decoder.logits).max()
     difference = np.abs(actual - decoder.logits[: len(actual)])[real].max()
@@ -137,13 +146,17 @@ def assert_equals_pytorch(actual: npt.NDArray, decoder: Decoder) -> None:
 def test_flash_equals_pytorch(decoder: Decoder) -> None:
     session, report = rewritten(decoder, "flash")
     assert report.windows == WINDOWS.get(decoder.model_type, (None, None))
+    kind = decoder.model_type
+    num_biases, reason = BIASES.get(kind, (0, HOLES.get(kind)))
+    assert report.counts["eager"] == (2 if kind in OWN_ATTENTION else 0)
     assert report.counts["flash"] == 2
-    assert report.counts["rotary"] == ROTATED_IN_THE_OP.get(decoder.model_type, 2)
-    reasons = [refusal.reason for refusal in report.refusals]
-    assert len(reasons) == 2 - report.counts["mask"] == (decoder.model_type in BIASES)
-    assert all(BIASES[decoder.model_type] in reason for reason in reasons)
+    assert report.counts["mask"] == 2 - num_biases
+    assert report.counts["rotary"] == ROTATED_IN_THE_OP.get(kind, 2)
+    assert bool(report.refusals) == (reason is not None)
+    assert all(reason in refusal.reason for refusal in report.refusals)
     for capacity in (0, CAPACITY):
-        assert_equals_pytorch(decode(session, decoder.spec, capacity), decoder)
+        logits = decode(session, decoder.spec, capacity)
+        assert_equals_pytorch(logits, decoder, holes=kind not in HOLES)
 
 
 @pytest.mark.parametrize("decoder", CONFIGS, indirect=True)
@@ -169,6 +182,10 @@ def _drop_window(node: gs.Node) -> None:
 
 def _drop_softcap(node: gs.Node) -> None:
     node.attrs["softcap"] = 0.0
+
+
+def _drop_slopes(node: gs.Node) -> None:
+    set_operand(node, "alibi_slopes", None)
 
 
 def _drop_rotary(node: gs.Node) -> None:
@@ -199,6 +216,10 @@ def _drop_sink(node: gs.Node) -> None:
         ("gpt_oss", _drop_rotary),
         ("gpt_oss", _drop_sink),
         ("gpt_oss", _drop_window),
+        ("gpt_neo", _drop_window),
+        ("bloom", _drop_slopes),
+        ("mpt", _drop_slopes),
+        ("gptj", _drop_rotary),
     ],
     indirect=["decoder"],
 )

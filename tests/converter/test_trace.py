@@ -1,11 +1,12 @@
 """Traced graphs, run by the numpy evaluator, against PyTorch with eager attention."""
 
+import inspect
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconv import names
 from kvconv.converter.decoder_spec import describe
@@ -17,6 +18,7 @@ from tiny_decoders import (
     LAYER_TYPES,
     LLAMA3_ROPE,
     LONGROPE,
+    OWN_ATTENTION,
     WINDOW,
     padded_batch,
     tiny_model,
@@ -108,6 +110,8 @@ def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
         ("llama4_text", {"attention_chunk_size": 99}),
         ("llama4_text", {"use_qk_norm": True}),
         ("llama4_text", {"attn_temperature_tuning": False}),
+        ("gpt_neo", {"window_size": 99}),
+        ("falcon+alibi", {"alibi": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -137,9 +141,11 @@ def test_placeholders_say_what_the_attention_call_said(traced):
     assert first.attributes["scale"].as_float() == pytest.approx(20**-0.5)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t not in OWN_ATTENTION])
 def test_masks_are_materialised_and_present_is_the_concatenation(traced, model_type):
-    for layer, node in enumerate(placeholders(traced(model_type)[2])):
+    nodes = placeholders(traced(model_type)[2])
+    assert len(nodes) == 2
+    for layer, node in enumerate(nodes):
         key, value, mask = node.inputs[1:4]
         assert mask is not None
         assert key.name == names.present_key(layer)
@@ -148,17 +154,20 @@ def test_masks_are_materialised_and_present_is_the_concatenation(traced, model_t
         assert key.producer().inputs[0].name == names.past_key(layer)
 
 
-def test_inputs_and_outputs_follow_the_graph_contract(traced):
-    graph = ir.load(traced("llama")[2]).graph
+@pytest.mark.parametrize(
+    ("model_type", "heads", "positions"), [("llama", "2", [names.POSITION_IDS]), ("bloom", "4", [])]
+)
+def test_inputs_and_outputs_follow_the_graph_contract(traced, model_type, heads, positions):
+    graph = ir.load(traced(model_type)[2]).graph
     shapes = {
         value.name: [str(dim) for dim in value.shape] for value in (*graph.inputs, *graph.outputs)
     }
-    cache = [names.DIM_BATCH, "2", names.DIM_PAST, "8"]
-    present = [names.DIM_BATCH, "2", names.DIM_TOTAL, "8"]
+    cache = [names.DIM_BATCH, heads, names.DIM_PAST, "8"]
+    present = [names.DIM_BATCH, heads, names.DIM_TOTAL, "8"]
     assert shapes == {
         names.INPUT_IDS: [names.DIM_BATCH, names.DIM_SEQUENCE],
         names.ATTENTION_MASK: [names.DIM_BATCH, names.DIM_TOTAL],
-        names.POSITION_IDS: [names.DIM_BATCH, names.DIM_SEQUENCE],
+        **{name: [names.DIM_BATCH, names.DIM_SEQUENCE] for name in positions},
         **{name(layer): cache for layer in (0, 1) for name in (names.past_key, names.past_value)},
         names.LOGITS: [names.DIM_BATCH, names.DIM_SEQUENCE, "259"],
         **{
@@ -169,12 +178,25 @@ def test_inputs_and_outputs_follow_the_graph_contract(traced):
     }
 
 
-def test_model_with_attention_of_its_own_is_refused_by_name():
-    config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=64)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM has attention code") as info:
-        trace(model, describe(model), opset=23)
-    assert info.value.model_type == "bloom"
+def test_model_that_calls_the_interface_for_some_layers_only_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    spec = describe(model)
+    monkeypatch.setattr(
+        model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
+    )
+    with pytest.raises(UnsupportedModelError, match="interface 1 times for 2 layers") as info:
+        trace(model, spec, opset=23)
+    assert info.value.model_type == "llama"
+
+
+def test_model_with_attention_of_its_own_is_as_before_after_tracing(traced):
+    model = traced("gpt_neo")[0]
+    for layer in model.transformer.h:
+        attention = layer.attn.attention
+        assert attention.bias.dtype == torch.bool
+        assert "bias" in attention._non_persistent_buffers_set
+    assert "build_mpt_alibi_tensor" not in vars(traced("mpt")[0].transformer)
+    assert inspect.isbuiltin(torch.nn.functional.scaled_dot_product_attention)
 
 
 def test_unknown_attention_keyword_is_refused_by_name_and_the_model_restored(monkeypatch):
