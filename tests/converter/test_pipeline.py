@@ -21,6 +21,7 @@ EXPORTS = {
     "gpt2 flash": ("gpt2", {"max_sequence_length": 100}),
     "qwen3 float16": ("qwen3", {"dtype": "float16"}),
     "gemma2 standard 18": ("gemma2", {"attention": "standard", "opset": 18}),
+    "deepseek float16": ("deepseek_v3", {"dtype": "float16"}),
 }
 
 
@@ -112,6 +113,7 @@ def test_manifest_states_windows_and_dtypes(exported):
         "gpt2 flash": (layer(heads=4), layer(heads=4)),
         "qwen3 float16": (layer("float16"), layer("float16")),
         "gemma2 standard 18": (layer(window=WINDOW), layer()),
+        "deepseek float16": (CacheLayer(1, 12, 8, "float16"),) * 2,  # rotated part and latent
     }
 
 
