@@ -22,6 +22,7 @@ EXPORTS = {
     "qwen3 float16": ("qwen3", {"dtype": "float16"}),
     "gemma2 standard 18": ("gemma2", {"attention": "standard", "opset": 18}),
     "gemma3 gqa": ("gemma3_text", {"attention": "gqa"}),
+    "deepseek float16": ("deepseek_v3", {"dtype": "float16"}),
 }
 OPERATORS = {
     "flash": (names.OP_DOMAIN, names.OP_NAME, names.OP_VERSION),
@@ -120,6 +121,7 @@ def test_manifest_states_windows_and_dtypes(exported):
         "qwen3 float16": (layer("float16"), layer("float16")),
         "gemma2 standard 18": (layer(window=WINDOW), layer()),
         "gemma3 gqa": (layer(window=WINDOW), layer()),
+        "deepseek float16": (CacheLayer(1, 12, 8, "float16"),) * 2,  # rotated part and latent
     }
 
 
