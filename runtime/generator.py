@@ -151,10 +151,12 @@ class Generator:
             params: Say how many tokens may be added: the same for all rows, or one per row.
 
         Raises:
+            FlavourError: The lengths differ, and the bundle's flavour takes no padding.
             PromptError: A prompt is empty.
             CacheFullError: The longest prompt leaves no room for a token.
             MemoryError: The machine has less memory than the full cache takes.
         """
+        check_prompts(self.session.manifest.attention, prompts)
         self.session.check_cache(len(prompts), self._capacity(prompts, params))
 
     def new_cache(

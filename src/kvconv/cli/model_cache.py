@@ -23,8 +23,6 @@ from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
 
 CACHE_VARIABLE = "KVCONV_CACHE"
-_CONFIG_FILE = "config.json"
-_MAY_BE_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+){0,2}")
 
 _OPTIONS = (
     click.option(
@@ -106,7 +104,7 @@ def cache_usage() -> CacheUsage:
 def _name(model: str, path: Path, options: ModelOptions) -> str:
     """Return a kept bundle's folder name, for people and for looking it up."""
     facts = {
-        "model": _identity(model, path),
+        "model": _identity(model, path, options.revision),
         "options": asdict(options) | {"dtype": options.dtype or "float32"},
         "versions": [__version__, OP_VERSION],
     }
@@ -115,35 +113,26 @@ def _name(model: str, path: Path, options: ModelOptions) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', readable)[:64]}-{digest[:16]}"
 
 
-def _identity(model: str, path: Path) -> list[Any]:
+def _identity(model: str, path: Path, revision: str | None) -> list[Any]:
     """Return what tells a model from all others, and from itself after a change.
 
     Raises:
         ModelNotFoundError: It is no model.
     """
-    if path.is_file() and path.suffix == ".gguf":
-        files = [path]
-    elif (path / _CONFIG_FILE).is_file():
-        files = sorted(file for file in path.iterdir() if file.is_file())
-    elif path.exists():
-        gguf_files = sorted(path.glob("*.gguf")) if path.is_dir() else []
-        hint = f" Did you mean {gguf_files[0]}?" if gguf_files else ""
+    from kvconv.converter.model_name import parse_model_name
+
+    try:
+        name = parse_model_name(model, revision)
+    except ModelNotFoundError as error:
         raise ModelNotFoundError(
-            f"{model} is neither a bundle (a folder with a {MANIFEST_FILE}) nor a model (a folder "
-            f"with a {_CONFIG_FILE}, or a .gguf file).{hint} `kvconv export` makes bundles.",
+            f"{error} A bundle is a folder with a {MANIFEST_FILE}; `kvconv export` makes one.",
             model=model,
-        )
-    elif _MAY_BE_HUB_ID.fullmatch(model):
+        ) from error
+    if name.kind == "hub":
         return ["hub", model]
-    else:
-        raise ModelNotFoundError(
-            f"There is nothing at {model}. Give a bundle (kvconv export MODEL -o {model} would "
-            f"make one there) or a model: a folder with a {_CONFIG_FILE}, a .gguf file, or a hub "
-            f"id.",
-            model=model,
-        )
+    files = [path] if name.kind == "gguf" else sorted(f for f in path.iterdir() if f.is_file())
     stats = [(file.name, file.stat()) for file in files]
-    times = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    times = [[file_name, stat.st_size, stat.st_mtime_ns] for file_name, stat in stats]
     return ["files", str(path.resolve()), times]
 
 
