@@ -81,6 +81,9 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
     output = _run(model)
+    has_position_ids = "position_ids" in parameters
+    if has_position_ids:
+        _check_positions(model, output.logits)
     generation = model.generation_config or GenerationConfig()
     return DecoderSpec(
         architecture=architecture,
@@ -88,7 +91,7 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         dtype=str(model.dtype).removeprefix("torch."),
         cache_shapes=_cache_shapes(model, architecture, config, output),
         cache_argument="cache" if "cache" in parameters else "past_key_values",
-        has_position_ids="position_ids" in parameters,
+        has_position_ids=has_position_ids,
         vocab_size=output.logits.shape[-1],
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
         fixed_rope_length=fixed_length(config),
@@ -98,12 +101,12 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
     )
 
 
-def _run(model: PreTrainedModel) -> ModelOutput:
+def _run(model: PreTrainedModel, **inputs: torch.Tensor) -> ModelOutput:
     """Run a model on two tokens, which a decoder needs nothing else for."""
     try:
         with torch.no_grad():
             output: ModelOutput = model(
-                input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True
+                input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True, **inputs
             )
     except MemoryError:
         raise
@@ -114,6 +117,19 @@ def _run(model: PreTrainedModel) -> ModelOutput:
             model_type=model.config.model_type,
         ) from error
     return output
+
+
+def _check_positions(model: PreTrainedModel, logits: torch.Tensor) -> None:
+    """Refuse a model whose own positions are not 0, 1, ..., which every runtime passes."""
+    counted = _run(model, position_ids=torch.arange(2)[None]).logits
+    # Logits that are not finite are for verification to refuse; here they compare as equal.
+    if ((counted - logits).abs() > 0.02 * logits.std()).any():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not count positions from 0 (RoBERTa and its kin count "
+            f"from padding_idx + 1, and by token ids), so position_ids would mean something else. "
+            f"kvconv does not convert such a model.",
+            model_type=model.config.model_type,
+        )
 
 
 def _cache_shapes(

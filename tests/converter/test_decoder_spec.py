@@ -70,6 +70,15 @@ def test_model_whose_layers_share_a_cache_is_refused_with_the_layer():
         describe(model)
 
 
+def test_model_that_counts_positions_otherwise_is_refused():
+    model = tiny_model(
+        "roberta", hidden_size=16, intermediate_size=16, num_hidden_layers=1, is_decoder=True,
+        num_attention_heads=2, pad_token_id=1,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="Roberta.* does not count positions from 0"):
+        describe(model)
+
+
 def test_model_that_needs_more_than_token_ids_is_refused_with_the_cause(monkeypatch):
     model = tiny_model("llama", num_hidden_layers=1)
     forward = model.forward
