@@ -82,7 +82,9 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         has_position_ids="position_ids" in parameters,
         vocab_size=output.logits.shape[-1],
-        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+        max_position_embeddings=_first(
+            *(getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+        ),
         rope_switch_length=rope_switch_length,
         eos_token_ids=_token_ids(generation.eos_token_id, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),
@@ -146,5 +148,5 @@ def _token_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
     return ()
 
 
-def _first(*ids: int | None) -> int | None:
-    return next((token_id for token_id in ids if token_id is not None), None)
+def _first(*numbers: int | None) -> int | None:
+    return next((number for number in numbers if number is not None), None)

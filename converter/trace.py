@@ -176,7 +176,7 @@ def _name_dimensions(graph: ir.Graph) -> None:
 
     PyTorch keeps the names given to it only where the model takes every argument.
     """
-    shapes = {value.name: value.shape or () for value in graph.inputs}
+    shapes = {value.name: list(value.shape or ()) for value in graph.inputs}
     batch, new = map(str, shapes[names.INPUT_IDS])
     past, total = str(shapes[names.past_key(0)][2]), str(shapes[names.ATTENTION_MASK][1])
     called: dict[str, str] = {
