@@ -1,10 +1,8 @@
-"""Tables that models keep, against what is computed in their place while tracing."""
+"""Causal masks that models keep as tables, against what is computed in their place."""
 
 import pytest
 import torch
 
-from kvconv.converter.alibi_table import computed_alibi
-from kvconv.converter.attention import spelled_out_attention
 from kvconv.converter.causal_table import computed_tables
 
 POSITIONS = 9
@@ -54,39 +52,3 @@ def test_causal_table_of_another_meaning_stays(table: torch.Tensor) -> None:
     model = holder(table)
     with computed_tables(model):
         assert model[0].table is table
-
-
-def test_alibi_table_adds_what_a_slice_of_it_would() -> None:
-    slopes = torch.tensor([0.5, 0.125])[:, None, None]
-
-    class Model(torch.nn.Module):
-        def build_mpt_alibi_tensor(self, num_heads: int, length: int) -> torch.Tensor:
-            assert num_heads == 2
-            return slopes * torch.arange(1 - length, 1)
-
-    model = Model()
-    scores = torch.randn(3, 2, 4, 7)
-    with computed_alibi(model):
-        bias = model.build_mpt_alibi_tensor(2, 64)
-        assert bias.size(1) == bias.size(2) == 0
-        computed = scores + bias[:, 0:, 0:]
-    table = model.build_mpt_alibi_tensor(2, 64)
-    assert torch.equal(computed, scores + table[:, :, -7:])
-
-
-@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
-def test_spelled_out_attention_computes_what_pytorch_does(mask: str) -> None:
-    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
-    seen = torch.ones(5, 5, dtype=torch.bool).tril()
-    numbers = torch.randn(2, 1, 5, 5)
-    keywords = {
-        "none": {"scale": 0.3},
-        "causal": {"is_causal": True},
-        "bool": {"attn_mask": seen},
-        "float": {"attn_mask": numbers},
-    }[mask]
-    call = {"query": query, "key": key, "value": value, "enable_gqa": True, **keywords}
-    expected = torch.nn.functional.scaled_dot_product_attention(**call)
-    with spelled_out_attention():
-        actual = torch.nn.functional.scaled_dot_product_attention(**call)
-    torch.testing.assert_close(actual, expected)
