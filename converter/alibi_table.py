@@ -7,7 +7,6 @@ length in a way that PyTorch cannot trace. They are slope * (slot - last slot) f
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -17,11 +16,14 @@ _BUILDER = "build_mpt_alibi_tensor"
 @contextlib.contextmanager
 def computed_alibi(model: torch.nn.Module) -> Iterator[None]:
     """Make models with MPT's builder of ALiBi add numbers that fit whatever they are added to."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if (build := getattr(module, _BUILDER, None)) is not None:
-                stack.enter_context(mock.patch.object(module, _BUILDER, _computing(build)))
+    modules = [module for module in model.modules() if hasattr(module, _BUILDER)]
+    for module in modules:
+        setattr(module, _BUILDER, _computing(getattr(module, _BUILDER)))
+    try:
         yield
+    finally:
+        for module in modules:
+            delattr(module, _BUILDER)  # of the class it stays
 
 
 def _computing(build: Any) -> Any:

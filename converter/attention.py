@@ -8,7 +8,6 @@ call PyTorch's attention function by themselves get one that spells attention ou
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -115,9 +114,13 @@ def _mask(*positional: Any, **keywords: Any) -> torch.Tensor | None:
 @contextlib.contextmanager
 def spelled_out_attention() -> Iterator[None]:
     """Make PyTorch's attention function leave MatMul, Softmax and MatMul in a graph."""
-    functional = torch.nn.functional
-    with mock.patch.object(functional, "scaled_dot_product_attention", _spelled_out):
+    functional, name = torch.nn.functional, "scaled_dot_product_attention"
+    before = getattr(functional, name)
+    setattr(functional, name, _spelled_out)
+    try:
         yield
+    finally:
+        setattr(functional, name, before)
 
 
 def _spelled_out(

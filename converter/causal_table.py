@@ -63,7 +63,11 @@ def _positions(axis: Any, end: int) -> torch.Tensor | None:
     if not isinstance(axis, slice) or axis.step not in (None, 1):
         return None
     start = 0 if axis.start is None else axis.start
-    return torch.arange(start, end if axis.stop is None else axis.stop)
+    stop = end if axis.stop is None else axis.stop
+    # A traced length is no int, and never negative.
+    if any(isinstance(bound, int) and bound < 0 for bound in (start, stop)):
+        return None
+    return torch.arange(start, stop)
 
 
 def _window(table: torch.Tensor) -> int | None:
@@ -76,4 +80,4 @@ def _window(table: torch.Tensor) -> int | None:
     window = int(table[0, 0, -1].sum())
     position = torch.arange(rows)
     expected = (position <= position[:, None]) & (position > position[:, None] - window)
-    return window if torch.equal(table[0, 0], expected) else None
+    return window if window and torch.equal(table[0, 0], expected) else None

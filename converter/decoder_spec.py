@@ -93,7 +93,9 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         has_position_ids=has_position_ids,
         vocab_size=output.logits.shape[-1],
-        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+        max_position_embeddings=_first(
+            *(getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+        ),
         fixed_rope_length=fixed_length(config),
         eos_token_ids=_token_ids(generation.eos_token_id, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),
@@ -197,6 +199,6 @@ def _token_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
     return ()
 
 
-def _first(*ids: int | None) -> int | None:
-    """Return the first id that is one; some configs say -1 for none."""
-    return next((i for i in ids if i is not None and i >= 0), None)
+def _first(*numbers: int | None) -> int | None:
+    """Return the first number that is one; some configs say -1 for none."""
+    return next((number for number in numbers if number is not None and number >= 0), None)

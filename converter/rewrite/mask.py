@@ -27,6 +27,7 @@ from kvconv.converter.rewrite.evaluate import Array, Cut, NotEvaluableError, Pro
 from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, get_operand, set_operand
 
 NAME = "mask"
+_ADDS = "it adds numbers to the scores of slots that are seen"
 _HOLES = (
     "holes in attention_mask are left alone: the model's ALiBi counts attended slots, the op's "
     "counts all, which differ only behind a hole"
@@ -152,6 +153,8 @@ def _guess(cut: Cut) -> Visibility | str:
     long = _read(cut, _long_probe())
     if isinstance(short, str) or isinstance(long, str):
         return short if isinstance(short, str) else str(long)
+    if not np.isfinite(short.added).all():
+        return _ADDS
     slopes = short.added[0, :, 1, 1] - short.added[0, :, 1, 0]
     slots = long.seen.sum(-1)
     if slots.min() != slots.max():
@@ -207,10 +210,13 @@ def _compare(cut: Cut, probe: Probe, visibility: Visibility) -> str | None:
         )
     # Whatever ALiBi adds to a row as a whole counts as nothing.
     excess = read.added - visibility.added(probe)
-    nothing = np.where(expected, excess, -np.inf).max(-1, keepdims=True)
-    spread = np.abs(excess - (nothing if visibility.slopes else 0.0))
-    if (np.where(expected, spread, 0.0) > 1e-6 * np.abs(read.added).max()).any():
-        return "it adds numbers to the scores of slots that are seen"
+    known = expected & np.isfinite(read.added)  # float16 overflows where a slot is far enough
+    nothing = np.where(known, excess, -np.inf).max(-1, keepdims=True)
+    spread = np.abs(excess - nothing) if visibility.slopes else np.abs(excess)
+    known |= expected & (visibility.slopes is None)
+    largest = np.abs(read.added[np.isfinite(read.added)]).max(initial=0.0)
+    if (np.where(known, spread, 0.0) > read.resolution * largest).any():
+        return _ADDS
     return None
 
 
@@ -221,10 +227,12 @@ class _Read:
     Attributes:
         seen: [batch_size or 1, heads or 1, sequence_length, total_sequence_length] bool.
         added: Same shape, float64; 0 where nothing is seen.
+        resolution: Relative error of what is added.
     """
 
     seen: Array
     added: Array
+    resolution: float = 0.0
 
 
 def _read(cut: Cut, probe: Probe) -> _Read | str:
@@ -237,8 +245,10 @@ def _read(cut: Cut, probe: Probe) -> _Read | str:
     values = np.broadcast_to(values, (*values.shape[:2], new, total))
     if values.dtype == bool:
         return _Read(values, np.broadcast_to(0.0, values.shape))
-    seen = values > max(-1e9, float(np.finfo(values.dtype).min))
-    return _Read(seen, np.where(seen, values, 0).astype(np.float64))
+    numbers = np.finfo(values.dtype)
+    seen = values > max(-1e9, float(numbers.min) / 2)  # float16's lowest, plus ALiBi, is masked too
+    added = np.where(seen, values, 0).astype(np.float64)
+    return _Read(seen, added, max(1e-6, float(numbers.eps)))
 
 
 def _abbreviate(mask: Array) -> str:

@@ -167,7 +167,7 @@ def test_hub_id_is_exported_per_revision_and_found_without_the_hub(exports, monk
         ("empty", ["kvconv.json", "config.json"]),
         ("ggufs", ["kvconv.json", "Did you mean", "m.gguf"]),
         ("notes.txt", ["kvconv.json", "config.json"]),
-        ("absent", ["nothing at", "kvconv export MODEL -o", "hub id"]),
+        ("absent", ["There is no file or folder", "kvconv.json", "hub id"]),
     ],
 )
 def test_neither_bundle_nor_model_is_refused_with_both_ways_out(tmp_path, exports, name, words):

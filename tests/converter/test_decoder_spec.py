@@ -37,8 +37,9 @@ def test_ids_of_minus_one_mean_none_and_texts_are_refused():
         describe(model)
 
 
-def test_learned_positions_limit_the_length():
-    assert describe(tiny_model("gpt2")).max_position_embeddings == 128
+@pytest.mark.parametrize(("model_type", "length"), [("gpt2", 128), ("mpt", 128), ("bloom", None)])
+def test_most_tokens_are_what_the_config_calls_them(model_type, length):
+    assert describe(tiny_model(model_type)).max_position_embeddings == length
 
 
 def test_recurrent_model_is_refused():

@@ -60,6 +60,19 @@ def test_recognise_alibi_of_attended_slots_says_so() -> None:
     assert recognise(cumulative_alibi) == mask.Visibility(True, None, (1.0,), counts_attended=True)
 
 
+def test_recognise_alibi_in_float16_to_its_precision() -> None:
+    answer = recognise(alibi_mask, dtype=np.float16)
+    assert answer == mask.Visibility(True, None, (1.0, 0.5, 0.25, 0.125))
+
+
+def test_recognise_infinite_bonus_is_no_mask() -> None:
+    def bonus(b: Builder) -> gs.Variable:
+        infinite = b.const(np.inf, np.float32)
+        return b.op("Where", bool_mask()(b), infinite, b.const(LOWEST, np.float32), dtype=b.dtype)
+
+    assert recognise(bonus) == "it adds numbers to the scores of slots that are seen"
+
+
 def chunk_over_padding(b: Builder) -> gs.Variable:
     """Attend to the own chunk of four slots."""
     return bool_mask(chunk=4)(b)
