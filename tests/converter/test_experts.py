@@ -143,8 +143,7 @@ def test_unroll_stores_each_expert_once_and_cuts_it_only_while_writing(tmp_path)
     assert [node.op_type for node in model.graph] == nodes
 
 
-def test_bundle_graph_routes_with_one_sort_per_layer(traced):
-    """A traced Mixtral holds one matrix per expert and projection, and no stack."""
+def test_traced_mixtral_sorts_once_per_layer_and_stores_one_matrix_per_expert(traced):
     model, spec, path = traced("mixtral")
     graph = ir.load(path).graph
     experts = model.config.num_local_experts
@@ -152,7 +151,9 @@ def test_bundle_graph_routes_with_one_sort_per_layer(traced):
     stored = [name for name in graph.initializers if ".experts." in name]
     assert len(stored) == 2 * experts * layers
     assert all(len(graph.initializers[name].shape) == 2 for name in stored)
-    assert all(node.op_type != names.TRACE_EXPERTS for node in graph)
+    nodes = [node.op_type for node in graph]
+    assert nodes.count("TopK") == 2 * layers  # the router's choice, and the sort
+    assert names.TRACE_EXPERTS not in nodes
 
 
 def test_tracing_restores_the_experts_of_the_model(traced):
