@@ -42,9 +42,9 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(bundle, answer):
 
 def test_text_is_streamed_piece_by_piece(bundle, answer, monkeypatch):
     written = []
-    monkeypatch.setattr("kvconv.cli.run._show", written.append)
+    monkeypatch.setattr("click.echo", lambda text="", **_: written.append(text))
     run(bundle, PROMPT, *NINE)
-    assert written == list(answer)
+    assert written == [*answer, ""]
 
 
 @pytest.mark.parametrize("given", [PROMPT, PROMPT + "\n"])

@@ -1,15 +1,15 @@
 """`kvconv run --chat`: a conversation, one turn after the other."""
 
-import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from kvconv.cli.chat_commands import is_command, run_command
 from kvconv.cli.chat_lines import Lines, open_lines
-from kvconv.cli.common import one_line, print_json, print_status
+from kvconv.cli.common import one_line, print_status
+from kvconv.cli.generation import gather
 from kvconv.errors import KvconvError
 
 if TYPE_CHECKING:
@@ -117,38 +117,19 @@ class Chat:
             print_status(f"\nStopped; {rest}.")
 
     def _answer(self, text: str) -> None:
-        pieces: list[str] = []
-        token_ids: list[int] = []
-        finish_reason = None
-        started = first = time.perf_counter()
         with closing(self._conversation.say(text, self._params)) as events:
-            started = time.perf_counter()
-            for event in events:
-                if not token_ids:
-                    first = time.perf_counter()
-                token_ids.append(event.token_id)
-                pieces.append(event.text)
-                finish_reason = event.finish_reason
-                if event.text and not self._as_json:
-                    click.echo(event.text, nl=False)
-        ended = time.perf_counter()
+            answer = gather(events, is_streamed=not self._as_json)
         turn = self._conversation.turn
         assert turn is not None
         stats = TurnStats(
             prompt_tokens=turn.prompt_tokens,
             cached_tokens=turn.cached_tokens,
-            new_tokens=len(token_ids),
-            time_to_first_token_ms=1e3 * (first - started),
-            tokens_per_s=(len(token_ids) - 1) / (ended - first) if len(token_ids) > 1 else 0.0,
+            new_tokens=len(answer.token_ids),
+            time_to_first_token_ms=1e3 * answer.first_s,
+            tokens_per_s=answer.decode_tokens_per_s,
         )
         if self._as_json:
-            document: dict[str, Any] = {
-                "prompt": text,
-                "text": "".join(pieces),
-                "token_ids": token_ids,
-                "finish_reason": finish_reason,
-            }
-            print_json(document | ({"stats": asdict(stats)} if self._with_stats else {}))
+            answer.print_json(text, stats if self._with_stats else None)
         else:
             click.echo()
             if self._with_stats:

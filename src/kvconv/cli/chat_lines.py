@@ -6,6 +6,7 @@ import sys
 from typing import Any, Protocol
 
 from kvconv.cli.common import print_status
+from kvconv.cli.text_input import to_text
 from kvconv.errors import PromptError
 
 _CONTINUED = "\\"
@@ -94,13 +95,9 @@ class _Pipe:
         self._number += 1
         if self._number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        try:
-            return line.decode().rstrip("\r\n") if line else None
-        except UnicodeDecodeError as error:
-            raise PromptError(
-                f"Line {self._number} of standard input is not UTF-8 ({error}). Convert it to "
-                f"UTF-8 first."
-            ) from error
+        if not line:
+            return None
+        return to_text(f"Line {self._number} of standard input", line).rstrip("\r\n")
 
 
 class _ReadLine(Protocol):

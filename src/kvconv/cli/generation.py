@@ -1,15 +1,70 @@
-"""One generation of `kvconv run`: driven to its end, timed, and printed."""
+"""Answers of `kvconv run`: gathered from their events, timed, and printed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from kvconv.cli.common import print_json, print_status
 from kvconv.memory import peak_rss_mb
 
 if TYPE_CHECKING:
-    from kvconv.runtime import Generator, SamplingParams
+    from kvconv.runtime import GenerationEvent, Generator, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All events of one row.
+
+    Attributes:
+        text: What was generated, special tokens left out.
+        token_ids: Tokens generated, the EOS token included.
+        finish_reason: Why it ended; None where it was cut short.
+        first_s: Seconds to the first token.
+        rest_s: Seconds from there to the last one.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    first_s: float
+    rest_s: float
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens per second after the first; 0 where there are none."""
+        num_decoded = len(self.token_ids) - 1
+        return num_decoded / self.rest_s if num_decoded > 0 else 0.0
+
+    def print_json(self, prompt: str, stats: Any = None) -> None:
+        """Write the answer as a JSON line to stdout, with a dataclass of statistics if given."""
+        document: dict[str, Any] = {
+            "prompt": prompt,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+        }
+        print_json(document if stats is None else document | {"stats": asdict(stats)})
+
+
+def gather(events: Iterable["GenerationEvent"], *, is_streamed: bool) -> Answer:
+    """Take all events of one row; `is_streamed` writes each piece of text to stdout as it comes."""
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    finish_reason = None
+    started = first = time.perf_counter()
+    for event in events:
+        if not token_ids:
+            first = time.perf_counter()
+        token_ids.append(event.token_id)
+        pieces.append(event.text)
+        finish_reason = event.finish_reason
+        if event.text and is_streamed:
+            click.echo(event.text, nl=False)
+    rest_s = time.perf_counter() - first
+    return Answer("".join(pieces), token_ids, finish_reason, first - started, rest_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,80 +88,40 @@ class GenerationStats:
     peak_rss_mb: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One finished generation: the JSON line, and the speed of its two phases in tokens/s."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stats: GenerationStats
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-
-    def print_json(self, prompt: str, *, with_stats: bool) -> None:
-        """Write the JSON line to stdout."""
-        document: dict[str, Any] = {
-            "prompt": prompt,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-        }
-        if with_stats:
-            document["stats"] = asdict(self.stats)
-        print_json(document)
-
-    def print_stats(self) -> None:
-        """Write speed and memory to stderr."""
-        stats = self.stats
-        print_status(
-            f"prompt: {stats.prompt_tokens} tokens, {self.prefill_tokens_per_s:.1f} tokens/s | "
-            f"new: {stats.new_tokens} tokens, {self.decode_tokens_per_s:.1f} tokens/s | "
-            f"{stats.seconds:.2f} s"
-        )
-        print_memory(stats.kv_cache_bytes)
-
-
 def generate(
     generator: "Generator",
     prompt_ids: Sequence[int],
     params: "SamplingParams",
-    show: Callable[[str], None],
-) -> Generation:
-    """Generate to the end, showing each piece of text as it comes.
+    *,
+    is_streamed: bool,
+) -> tuple[Answer, GenerationStats]:
+    """Answer one prompt; see `gather`.
 
     Raises:
         PromptError: The prompt is empty.
         CacheFullError: It does not fit.
     """
     cache = generator.new_cache([prompt_ids], params)
-    pieces: list[str] = []
-    token_ids: list[int] = []
-    finish_reason = None
-    started = first = time.perf_counter()
-    for event in generator.generate([prompt_ids], params, cache=cache):
-        if not token_ids:
-            first = time.perf_counter()
-        token_ids.append(event.token_id)
-        pieces.append(event.text)
-        finish_reason = event.finish_reason
-        show(event.text)
-    ended = time.perf_counter()
-    return Generation(
-        text="".join(pieces),
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        stats=GenerationStats(
-            prompt_tokens=len(prompt_ids),
-            new_tokens=len(token_ids),
-            seconds=ended - started,
-            tokens_per_s=len(token_ids) / (ended - started),
-            kv_cache_bytes=cache.nbytes,
-            peak_rss_mb=peak_rss_mb(),
-        ),
-        prefill_tokens_per_s=len(prompt_ids) / (first - started),
-        decode_tokens_per_s=(len(token_ids) - 1) / (ended - first) if len(token_ids) > 1 else 0.0,
+    answer = gather(generator.generate([prompt_ids], params, cache=cache), is_streamed=is_streamed)
+    seconds = answer.first_s + answer.rest_s
+    return answer, GenerationStats(
+        prompt_tokens=len(prompt_ids),
+        new_tokens=len(answer.token_ids),
+        seconds=seconds,
+        tokens_per_s=len(answer.token_ids) / seconds,
+        kv_cache_bytes=cache.nbytes,
+        peak_rss_mb=peak_rss_mb(),
     )
+
+
+def print_stats(answer: Answer, stats: GenerationStats) -> None:
+    """Write speed and memory of a generation to stderr."""
+    print_status(
+        f"prompt: {stats.prompt_tokens} tokens, {stats.prompt_tokens / answer.first_s:.1f} tokens/s"
+        f" | new: {stats.new_tokens} tokens, {answer.decode_tokens_per_s:.1f} tokens/s | "
+        f"{stats.seconds:.2f} s"
+    )
+    print_memory(stats.kv_cache_bytes)
 
 
 def print_memory(kv_cache_bytes: int) -> None:

@@ -5,21 +5,21 @@ Any other file holds plain text, one prompt a line. Blank lines are skipped. Eve
 found before anything runs, and names the file and the line.
 """
 
+import codecs
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
+from kvconv.cli.text_input import read_stdin, to_text
 from kvconv.errors import CacheFullError, PromptError
 from kvconv.manifest import from_json
 
 if TYPE_CHECKING:
     from kvconv.runtime import Generator, SamplingParams
 
-_BOM = b"\xef\xbb\xbf"
 _SHOWN_CHARACTERS = 60
 
 
@@ -75,39 +75,16 @@ def read_prompts(path: str, params: "SamplingParams") -> list[FilePrompt]:
     raw = read_stdin() if path == "-" else Path(path).read_bytes()
     lines = [
         (f"{name}, line {number}", line)
-        for number, line in enumerate(raw.removeprefix(_BOM).split(b"\n"), start=1)
+        for number, line in enumerate(raw.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1)
         if line.strip()
     ]
     if not lines:
         raise PromptError(f"{name} holds no prompt. Give one prompt a line.")
     is_json = lines[0][1].lstrip().startswith(b"{")
     return [
-        _parse(where, decode(where, line).removesuffix("\r"), index, params, is_json=is_json)
+        _parse(where, to_text(where, line).removesuffix("\r"), index, params, is_json=is_json)
         for index, (where, line) in enumerate(lines)
     ]
-
-
-def read_stdin() -> bytes:
-    """Return all of standard input.
-
-    Raises:
-        PromptError: There is none.
-    """
-    if sys.stdin is None:
-        raise PromptError("There is no standard input to read. Give the prompt as an argument.")
-    return sys.stdin.buffer.read()
-
-
-def decode(where: str, raw: bytes) -> str:
-    """Return UTF-8 bytes as text.
-
-    Raises:
-        PromptError: They are something else.
-    """
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{where} is not UTF-8 ({error}). Convert it to UTF-8 first.") from error
 
 
 def _parse(

@@ -11,10 +11,11 @@ import click
 
 from kvconv.cli.chat import Chat
 from kvconv.cli.common import Command, needs_extra
-from kvconv.cli.generation import generate
+from kvconv.cli.generation import generate, print_stats
 from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
-from kvconv.cli.prompts import decode, read_prompts, read_stdin
+from kvconv.cli.prompts import read_prompts
 from kvconv.cli.sampling_options import sampling_options, sampling_params
+from kvconv.cli.text_input import read_stdin, to_text
 
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 _BATCH_SIZE = 8
@@ -125,9 +126,9 @@ def command(
         params = sampling_params(sampling)
         # Before an export, which takes long.
         many = None if prompts is None else read_prompts(prompts, params)
-        text = (
-            decode("Standard input", read_stdin()).removesuffix("\n") if prompt == "-" else prompt
-        )
+        text = prompt
+        if prompt == "-":
+            text = to_text("Standard input", read_stdin()).removesuffix("\n")
         generator = Generator.open(
             find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code)),
             max_sequence_length=max_sequence_length,
@@ -158,13 +159,13 @@ def command(
             prompt_ids = generator.encode_chat(messages, variables)
         else:
             prompt_ids = generator.encode(text)
-        result = generate(generator, prompt_ids, params, _ignore if as_json else _show)
+        answer, took = generate(generator, prompt_ids, params, is_streamed=not as_json)
         if as_json:
-            result.print_json(text, with_stats=stats)
+            answer.print_json(text, took if stats else None)
         else:
             click.echo()
             if stats:
-                result.print_stats()
+                print_stats(answer, took)
 
 
 @contextlib.contextmanager
@@ -178,12 +179,3 @@ def _stdout() -> Iterator[None]:
         # Whoever read the text has enough; Python must not try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(_PIPE_CLOSED) from None
-
-
-def _show(text: str) -> None:
-    if text:
-        click.echo(text, nl=False)
-
-
-def _ignore(text: str) -> None:
-    """Show nothing: the JSON line has the text."""
