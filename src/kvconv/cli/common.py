@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,19 @@ _REMEDIES = {
     errno.EPERM: "Change its permissions, or choose another place.",
     errno.EROFS: "It is on a read-only file system: choose another place.",
 }
+
+
+HUB_CACHE_VARIABLE = "KVCONV_CACHE_DIR"
+
+# Options of several commands, so that they read alike.
+revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
+cache_dir_option = click.option(
+    "--cache-dir", type=click.Path(path_type=Path), envvar=HUB_CACHE_VARIABLE, show_envvar=True,
+    help="Where hub files are kept. [default: Hugging Face's cache]",
+)  # fmt: skip
+trust_remote_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that the model brings."
+)
 
 
 class Command(click.Command):

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvconv.cli.common import Command, Dtype, needs_extra, print_json, print_status
+from kvconv.cli.common import (
+    Command,
+    Dtype,
+    cache_dir_option,
+    needs_extra,
+    print_json,
+    print_status,
+    revision_option,
+    trust_remote_code_option,
+)
 from kvconv.cli.stages import StageLines
 from kvconv.cli.verify import describe
 from kvconv.flavour import FLAVOURS
@@ -41,12 +50,9 @@ if TYPE_CHECKING:
     "--opset", type=click.IntRange(18, 23), default=23, show_default=True,
     help="ONNX operator set version; lower ones serve older runtimes.",
 )  # fmt: skip
-@click.option("--revision", help="Branch, tag or commit of a hub model.")
-@click.option(
-    "--cache-dir", type=click.Path(path_type=Path), envvar="KVCONV_CACHE_DIR", show_envvar=True,
-    help="Where hub files are kept. [default: Hugging Face's cache]",
-)  # fmt: skip
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings.")
+@revision_option
+@cache_dir_option
+@trust_remote_code_option
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is there already.")
 @click.option("--no-verify", is_flag=True, help="Skip the comparison with PyTorch.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line.")

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import click
 
 from kvconv import __version__
-from kvconv.cli.common import Dtype, needs_extra, print_status
+from kvconv.cli.common import (
+    HUB_CACHE_VARIABLE,
+    Dtype,
+    needs_extra,
+    print_status,
+    revision_option,
+    trust_remote_code_option,
+)
 from kvconv.errors import ExportError, ModelNotFoundError, OutputExistsError
 from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
@@ -29,10 +36,8 @@ _OPTIONS = (
         "--dtype", type=Dtype(["float32", "float16"]), metavar="DTYPE",
         help="float32 or float16: how a model that is no bundle is exported. [default: float32]",
     ),
-    click.option("--revision", help="Branch, tag or commit of a hub model."),
-    click.option(
-        "--trust-remote-code", is_flag=True, help="Run Python code that the model brings.",
-    ),
+    revision_option,
+    trust_remote_code_option,
 )  # fmt: skip
 
 
@@ -138,7 +143,7 @@ def _identity(model: str, path: Path, revision: str | None) -> list[Any]:
 
 def _export(model: str, output: Path, options: ModelOptions) -> None:
     print_status(f"{model} is no bundle: exporting it as a model, once")
-    hub_cache = os.environ.get("KVCONV_CACHE_DIR")
+    hub_cache = os.environ.get(HUB_CACHE_VARIABLE)
     with needs_extra("cpu,export"):
         from kvconv.cli.stages import StageLines
         from kvconv.converter import ExportOptions, export

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import click
 
-from kvconv.cli.common import Command, needs_extra, print_json, print_status
+from kvconv.cli.common import (
+    Command,
+    cache_dir_option,
+    needs_extra,
+    print_json,
+    print_status,
+    trust_remote_code_option,
+)
 from kvconv.manifest import CheckResult, Verification, read_manifest
 
 
@@ -18,8 +25,8 @@ from kvconv.manifest import CheckResult, Verification, read_manifest
 )  # fmt: skip
 @click.option("--prompt-tokens", type=click.IntRange(min=4), help="Length of the test prompt.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for ONNX Runtime.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="Hugging Face cache folder.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's folder holds.")
+@cache_dir_option
+@trust_remote_code_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
 def command(
     bundle: Path,
