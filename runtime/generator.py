@@ -13,8 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconv.errors import CacheFullError, PromptError
 from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.capacity import (
+    RowParams,
+    check_fit,
+    longest_prompt,
+    needed_capacity,
+    per_row,
+)
 from kvconv.runtime.chat_template import ChatTemplate, Message
 from kvconv.runtime.flavour_check import check_prompts, takes_chunks
 from kvconv.runtime.kv_cache import KVCache
@@ -142,7 +148,7 @@ class Generator:
     def check(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        params: RowParams = GREEDY,
     ) -> None:
         """Refuse prompts that `generate` would refuse; allocates and runs nothing.
 
@@ -157,30 +163,28 @@ class Generator:
             MemoryError: The machine has less memory than the full cache takes.
         """
         check_prompts(self.session.manifest.attention, prompts)
-        self.session.check_cache(len(prompts), self._capacity(prompts, params))
+        capacity = needed_capacity(prompts, params, self.max_sequence_length)
+        self.session.check_cache(len(prompts), capacity)
 
-    def new_cache(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-    ) -> KVCache:
+    def new_cache(self, prompts: Sequence[Sequence[int]], params: RowParams = GREEDY) -> KVCache:
         """Make a cache as large as a generation needs, within max_sequence_length.
 
         Args:
-            prompts: Token ids per row.
-            params: Say how many tokens may be added: the same for all rows, or one per row.
+            prompts: As for `check`.
+            params: As for `check`.
 
         Raises:
             PromptError: A prompt is empty.
             CacheFullError: The longest prompt leaves no room for a token.
             MemoryError: The machine has less memory than the full cache takes.
         """
-        return self.session.new_cache(len(prompts), self._capacity(prompts, params))
+        capacity = needed_capacity(prompts, params, self.max_sequence_length)
+        return self.session.new_cache(len(prompts), capacity)
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        params: RowParams = GREEDY,
         *,
         cache: KVCache | None = None,
     ) -> Iterator[GenerationEvent]:
@@ -205,20 +209,19 @@ class Generator:
         check_prompts(self.session.manifest.attention, prompts)
         if cache is None:
             cache = self.new_cache(prompts, params)
-        longest = _longest(prompts)
+        longest = longest_prompt(prompts)
         most_cached = longest - 1 if len(prompts) == 1 else 0
         if cache.length > most_cached or cache.batch_size != len(prompts):
             raise ValueError(
                 f"The cache holds {cache.length} tokens of {cache.batch_size} rows; it must have "
                 f"{len(prompts)} rows and at most {most_cached} tokens of the prompt"
             )
-        _check_fit(longest, cache.capacity)
+        check_fit(longest, cache.capacity)
         room = cache.capacity - longest
+        pairs = zip(prompts, per_row(params, len(prompts)), strict=True)
         rows = [
             Row(i, prompt, row_params, room, self.tokenizer, self._eos_token_ids)
-            for i, (prompt, row_params) in enumerate(
-                zip(prompts, _per_row(params, len(prompts)), strict=True)
-            )
+            for i, (prompt, row_params) in enumerate(pairs)
         ]
         return self._generate(rows, cache, longest)
 
@@ -279,16 +282,6 @@ class Generator:
         """
         return self._run(cache, token_ids[:, np.newaxis], attention_mask, out)
 
-    def _capacity(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> int:
-        """Return the slots per row that a generation needs and may have."""
-        longest = _longest(prompts)
-        most = max(row_params.max_new_tokens for row_params in _per_row(params, len(prompts)))
-        capacity = min(longest + most, self.max_sequence_length)
-        _check_fit(longest, capacity)
-        return capacity
-
     def _run(
         self,
         cache: KVCache,
@@ -323,35 +316,3 @@ class Generator:
                 return
             # 4. Run the chosen tokens.
             logits = self.decode(cache, token_ids, mask, out=logits)
-
-
-def _per_row(
-    params: SamplingParams | Sequence[SamplingParams], batch_size: int
-) -> Sequence[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * batch_size
-    if len(params) != batch_size:
-        raise ValueError(f"There are {len(params)} params for {batch_size} prompts")
-    return params
-
-
-def _longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens of the longest prompt.
-
-    Raises:
-        PromptError: There is no prompt, or an empty one.
-    """
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise PromptError("The prompt is empty: it has no tokens. Give some text to continue.")
-    return max(len(prompt) for prompt in prompts)
-
-
-def _check_fit(longest: int, capacity: int) -> None:
-    if longest >= capacity:
-        raise CacheFullError(
-            f"The prompt has {longest} tokens and one more must fit, but the cache holds "
-            f"{capacity}. Raise --max-sequence-length (at most what the model was exported for), "
-            f"or shorten the prompt.",
-            needed=longest + 1,
-            capacity=capacity,
-        )
