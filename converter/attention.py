@@ -5,8 +5,7 @@ transformers then passes no mask at all, and chunked attention is lost without a
 call PyTorch's attention function by themselves get one that spells attention out.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvconv import names
 from kvconv.converter import mla
+from kvconv.converter.swapped import swapped
 from kvconv.errors import UnsupportedModelError
 
 ATTENTION_NAME = "kvconv"
@@ -111,16 +111,9 @@ def _mask(*positional: Any, **keywords: Any) -> torch.Tensor | None:
     return mask
 
 
-@contextlib.contextmanager
-def spelled_out_attention() -> Iterator[None]:
+def spelled_out_attention() -> AbstractContextManager[None]:
     """Make PyTorch's attention function leave MatMul, Softmax and MatMul in a graph."""
-    functional, name = torch.nn.functional, "scaled_dot_product_attention"
-    before = getattr(functional, name)
-    setattr(functional, name, _spelled_out)
-    try:
-        yield
-    finally:
-        setattr(functional, name, before)
+    return swapped(torch.nn.functional, scaled_dot_product_attention=_spelled_out)
 
 
 def _spelled_out(

@@ -6,9 +6,8 @@ module: on a small model that takes longer than the weights. Inside `fast_readin
 the same public functions remember and work in slices; their results do not change.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,24 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from kvconv.converter.swapped import swapped
+
 _SLICE_BYTES = 16 * 1024 * 1024
 
 
-@contextlib.contextmanager
-def fast_reading(*, remember: bool) -> Iterator[None]:
+def fast_reading(*, remember: bool) -> AbstractContextManager[None]:
     """Replace gguf-py's slow functions for as long as the block runs.
 
     Args:
         remember: Keep what was read of a file for its next reader in the block. A large
             vocabulary then stays in memory beside everything that is made of it.
     """
-    replacements = {
-        "GGUFReader": functools.cache(_PlainReader) if remember else _PlainReader,
-        "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map),
-        "dequantize": functools.partial(_dequantize, gguf.dequantize),
-    }
-    originals = {name: getattr(gguf, name) for name in replacements}
-    try:
-        for name, replacement in replacements.items():
-            setattr(gguf, name, replacement)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(gguf, name, original)
+    return swapped(
+        gguf,
+        GGUFReader=functools.cache(_PlainReader) if remember else _PlainReader,
+        get_tensor_name_map=functools.cache(gguf.get_tensor_name_map),
+        dequantize=functools.partial(_dequantize, gguf.dequantize),
+    )
 
 
 def metadata(path: Path, key: str) -> str | None:

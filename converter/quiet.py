@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import tqdm  # type: ignore[import-untyped]
 
+from kvconv.converter.swapped import swapped
+
 _LOGGERS = ("torch.onnx", "transformers", "huggingface_hub", "onnxscript", "onnx_ir")
 
 
@@ -20,17 +22,15 @@ def quiet(*, progress: bool = False) -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
-    show_bar = tqdm.tqdm.__init__
+    # transformers has a switch for its bars, but reading GGUF goes past it.
+    hidden = functools.partialmethod(tqdm.tqdm.__init__, disable=True)
+    no_bars = contextlib.nullcontext() if progress else swapped(tqdm.tqdm, __init__=hidden)
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    # transformers has a switch for its bars, but reading GGUF goes past it.
-    if not progress:
-        tqdm.tqdm.__init__ = functools.partialmethod(show_bar, disable=True)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), no_bars:
             warnings.simplefilter("ignore")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        tqdm.tqdm.__init__ = show_bar

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvconv.converter.swapped import swapped
 from kvconv.errors import UnsupportedModelError
 
 _LONGROPE, _DYNAMIC = "longrope", "dynamic"
@@ -61,12 +62,8 @@ def original_frequencies(model: PreTrainedModel) -> Iterator[None]:
         for module in embeddings:
             rope_type: Any = module.rope_type
             static = dict.fromkeys(rope_type, _STATIC) if isinstance(rope_type, dict) else _STATIC
-            stack.callback(setattr, module, "rope_type", rope_type)
-            module.rope_type = static
-            for name, original in _originals(module).items():
-                # The last run may have left others behind.
-                stack.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, original)
+            # The last run may have left other frequencies behind.
+            stack.enter_context(swapped(module, rope_type=static, **_originals(module)))
         yield
 
 
