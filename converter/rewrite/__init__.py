@@ -11,7 +11,8 @@ The flash flavour, in order, and why:
 2. `past_length`          Before masks are evaluated: afterwards they depend on attention_mask,
                           position_ids and the shape of input_ids only, which probes can supply.
 3. `eager`                MatMul-Softmax-MatMul -> placeholder, where a model computes attention by
-                          itself. After `past_length`: shapes around it read the cache.
+                          itself. After `past_length`: shapes around it read the cache. Layers
+                          share the masks that it makes, so `tidy` follows it.
 4. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
                           rotation outside, heads moved by Transpose): right, not yet fast.
 5. `mask`                 Bias -> causal, window_size and attention_mask.
@@ -21,7 +22,7 @@ The flash flavour, in order, and why:
 9. `float32_logits`       After the Slice, so that only kept logits are cast.
 10. `tidy`                Again, over what the rules left behind.
 11. `cache_use`           A check: nothing but the op may look at the cache.
-12. `calls`               A check: what attention calls said against what their masks say.
+12. `calls`               A check: masks are causal, and say what the attention calls said.
 
 The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 7. The standard flavour
 replaces 4 to 7 by `standard` (ONNX Attention or decomposed operators), and has no use for 11.
@@ -135,8 +136,9 @@ def rewrite(
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
     editor = Editor(graph, max_sequence_length=max_sequence_length)
-    num_layers = 0 if num_logits.is_done(graph) else _count_layers(graph)
-    if not num_layers and not num_logits.is_done(graph):
+    is_done = num_logits.is_done(graph)
+    num_layers = 0 if is_done else _count_layers(graph)
+    if not num_layers and not is_done:
         raise RewriteError(
             f"The graph has no input {names.past_key(0)}, so there is no attention to rewrite. "
             f"Trace the model with kvconv."
@@ -169,18 +171,21 @@ def rewrite(
             raise _error(expected, outcome.count, outcome.refusals)
     if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
         raise _error(len(placeholders), len(placeholders), stray)
-    if looking_ahead := [
-        layer for layer, mask in sorted(masks.items()) if mask and not mask.causal
-    ]:
-        raise RewriteError(
-            f"The mask of layer {looking_ahead[0]} lets tokens see later ones, so what is cached "
-            f"for a token would change with each token after it. kvconv converts decoders whose "
-            f"attention is causal.",
-            expected=len(masks),
-            found=len(masks) - len(looking_ahead),
-        )
+    _require_causal(masks)
     windows, differences = calls.check(said, masks)
     return RewriteReport(counts, (*refusals, *differences), windows)
+
+
+def _require_causal(masks: calls.Masks) -> None:
+    ahead = [layer for layer, mask in sorted(masks.items()) if mask and not mask.causal]
+    if ahead:
+        raise RewriteError(
+            f"The mask of layer {ahead[0]} lets tokens see later ones, so what is cached for a "
+            f"token would change with each token after it. kvconv converts decoders whose "
+            f"attention is causal.",
+            expected=len(masks),
+            found=len(masks) - len(ahead),
+        )
 
 
 def _count_layers(graph: gs.Graph) -> int:

@@ -83,21 +83,7 @@ class Cut:
     ) -> None:
         nodes = upstream(outputs, given)
         read = {tensor.name: tensor for node in nodes for tensor in node.inputs}
-        known = {tensor.name for tensor in given}
-        for name, tensor in read.items():
-            if is_external(tensor) and name not in known:
-                raise NotEvaluableError(f"it depends on the weight {tensor.name}")
-            if is_past(tensor):
-                raise NotEvaluableError(f"it depends on {tensor.name}")
-        # No set of probes stands for all token ids: a function of them is known nowhere else.
-        values = {tensor.name for node in nodes if node.op != "Shape" for tensor in node.inputs}
-        if names.INPUT_IDS in values:
-            raise NotEvaluableError("it depends on the token ids")
-        if names.POSITION_IDS in values and not positions:
-            raise NotEvaluableError("it depends on the position ids")
-        for node in nodes:
-            if node.domain in (names.OP_DOMAIN, names.TRACE_DOMAIN):
-                raise NotEvaluableError(f"it depends on the attention node {node.name}")
+        _require_evaluable(nodes, {tensor.name for tensor in given}, positions=positions)
         wanted = {tensor.name for tensor in [*given, *graph.inputs]}
         inputs = [tensor for name, tensor in read.items() if name in wanted]
         weights = [tensor for tensor in inputs if is_external(tensor)]
@@ -145,6 +131,24 @@ class Cut:
             return list(self._session.run(self._outputs, feeds))
         except Exception as error:
             raise NotEvaluableError(f"it fails on a probe: {_first_line(error)}") from error
+
+
+def _require_evaluable(nodes: Sequence[gs.Node], given: set[str], *, positions: bool) -> None:
+    """Refuse a part whose inputs no probe can stand for; see `Cut`."""
+    for tensor in (tensor for node in nodes for tensor in node.inputs):
+        if is_external(tensor) and tensor.name not in given:
+            raise NotEvaluableError(f"it depends on the weight {tensor.name}")
+        if is_past(tensor):
+            raise NotEvaluableError(f"it depends on {tensor.name}")
+    # No set of probes stands for all token ids: a function of them is known nowhere else.
+    values = {tensor.name for node in nodes if node.op != "Shape" for tensor in node.inputs}
+    if names.INPUT_IDS in values:
+        raise NotEvaluableError("it depends on the token ids")
+    if names.POSITION_IDS in values and not positions:
+        raise NotEvaluableError("it depends on the position ids")
+    for node in nodes:
+        if node.domain in (names.OP_DOMAIN, names.TRACE_DOMAIN):
+            raise NotEvaluableError(f"it depends on the attention node {node.name}")
 
 
 def _make_inputs(graph: onnx.GraphProto, weights: Sequence[gs.Tensor]) -> None:
