@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from kvconv.flavour import FLAVOURS
+
 
 class Cost(NamedTuple):
     """Processor seconds of one export, in all and of tracing alone."""
@@ -64,7 +66,7 @@ def main() -> None:
     """Measure and print one line per size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", default="2,8,32", help="numbers of layers [2,8,32]")
-    parser.add_argument("--attention", default="flash", choices=["flash", "standard"])
+    parser.add_argument("--attention", default="flash", choices=list(FLAVOURS))
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory() as temporary:

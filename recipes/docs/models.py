@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from kvconv.flavour import FLAVOURS
+from kvconv.manifest import AttentionFlavour
+
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
-_FLAVOURS = ("flash", "standard", "gqa")
 _FEATURES = {
     "llama": "the plain case",
     "llama+llama3": "Llama 3's rope scaling",
@@ -60,13 +62,13 @@ class Cell(NamedTuple):
     refusal: str | None = None
 
 
-def export_cell(name: str, flavour: str, folder: Path) -> Cell:
+def export_cell(name: str, flavour: AttentionFlavour, folder: Path) -> Cell:
     """Export one tiny decoder and verify it."""
     from kvconv.converter import ExportOptions, export
     from kvconv.errors import KvconvError
     from kvconv.verify import Verifier
 
-    options = ExportOptions(attention=flavour)  # type: ignore[arg-type]  # one of _FLAVOURS
+    options = ExportOptions(attention=flavour)
     started = time.perf_counter()
     try:
         report = export(
@@ -85,8 +87,8 @@ def models_page(wanted: list[str]) -> str:
 
     head = {
         "threads": len(os.sched_getaffinity(0)),
-        "flavours": " | ".join(_FLAVOURS),
-        "rule": "|".join(["---"] * len(_FLAVOURS)),
+        "flavours": " | ".join(FLAVOURS),
+        "rule": "|".join(["---"] * len(FLAVOURS)),
     }
     lines, notes = [], []
     with tempfile.TemporaryDirectory() as temporary:
@@ -94,7 +96,7 @@ def models_page(wanted: list[str]) -> str:
         for name in wanted or CONFIGS:
             save_tiny(folder / name, name)
             cells = []
-            for flavour in _FLAVOURS:
+            for flavour in FLAVOURS:
                 cell = export_cell(name, flavour, folder)
                 print(name, flavour, *filter(None, cell), file=sys.stderr)
                 if cell.refusal is None:
