@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return save_tiny(tmp_path_factory.mktemp(model_type) / model_type, model_type, **overrides)
 
     return make
+
+
+@pytest.fixture
+def copied(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """Give a tiny checkpoint of the test's own, to be spoilt."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
 @pytest.fixture(scope="session")

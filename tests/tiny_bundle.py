@@ -201,14 +201,14 @@ class TinyDecoder:
         add("Reshape", [rows_first, constant("merge", [0, 0, NUM_HEADS * HEAD_DIM])], "merged")
 
 
-def letter_decoder(seed: int = 5) -> TinyDecoder:
-    """Return a decoder that answers in letters: the other bytes' logits are pushed down."""
-    decoder = TinyDecoder(seed=seed)
+def letter_decoder(*, ends: bool = False) -> TinyDecoder:
+    """Return a decoder that answers in letters, and EOS if it `ends`: other logits are low."""
+    decoder = TinyDecoder(seed=5)
     decoder.weights["embedding"][:, 0] = 1
     decoder.weights["positions"][:, 0] = 0
     decoder.weights["o_proj"][:, 0] = 0
     decoder.weights["lm_head"][0, :] = -1000
-    decoder.weights["lm_head"][0, ord("a") : ord("z")] = 0
+    decoder.weights["lm_head"][0, [*range(ord("a"), ord("z")), *[EOS] * ends]] = 0
     return decoder
 
 

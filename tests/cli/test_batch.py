@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvconv.cli import main
 from kvconv.errors import KvconvError
 from kvconv.runtime import Generator
-from tiny_bundle import EOS, MAX_SEQUENCE_LENGTH, TinyDecoder, write_bundle
+from tiny_bundle import MAX_SEQUENCE_LENGTH, letter_decoder, write_bundle
 
 MAIN = [sys.executable, "-c", "from kvconv.cli import main; main()", "run"]
 FOX = "The quick brown fox jumps over the lazy dog"
@@ -34,15 +34,8 @@ LINES = (
 
 @pytest.fixture(scope="module", params=["flash", "standard"])
 def bundle(request, tmp_path_factory) -> str:
-    # A decoder that answers in letters and EOS: the other bytes' logits are pushed down.
-    decoder = TinyDecoder(seed=5)
-    decoder.weights["embedding"][:, 0] = 1
-    decoder.weights["positions"][:, 0] = 0
-    decoder.weights["o_proj"][:, 0] = 0
-    decoder.weights["lm_head"][0, :] = -1000
-    decoder.weights["lm_head"][0, [*range(ord("a"), ord("z")), EOS]] = 0
     folder = tmp_path_factory.mktemp("batch") / request.param
-    return str(write_bundle(folder, decoder=decoder, attention=request.param))
+    return str(write_bundle(folder, decoder=letter_decoder(ends=True), attention=request.param))
 
 
 only_flash = pytest.mark.parametrize("bundle", ["flash"], indirect=True)

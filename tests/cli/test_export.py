@@ -141,8 +141,7 @@ def test_wrong_usage_exits_with_2(tmp_path, arguments):
     assert run("model", "-o", tmp_path / "b", *arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("delay", [0.1, 0.6])
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 0.6), (signal.SIGTERM, 0.1)])
 def test_stopped_export_leaves_nothing(checkpoint, tmp_path, number, delay):
     command = [sys.executable, "-c", "from kvconv.cli import main; main()", "export"]
     arguments = [str(checkpoint("llama")), "-o", str(tmp_path / "b"), "--no-verify"]

@@ -265,7 +265,7 @@ def test_prompts_are_read_before_a_model_is_exported(model, exports):
 
 
 def test_checkpoint_runs_at_once_the_second_time(checkpoint, cache):
-    model = str(checkpoint("llama"))
+    model = str(checkpoint("llama", num_hidden_layers=1))
     options = ["Hello", "--max-new-tokens", "5", "--json", "--threads", "1"]
     first = CliRunner().invoke(main, ["run", model, *options])
     assert first.exit_code == 0, first.output

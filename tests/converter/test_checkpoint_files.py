@@ -1,8 +1,6 @@
 """Damaged and incomplete checkpoints: the file at fault is named before anything is loaded."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +13,6 @@ from tiny_decoders import tiny_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def copied(checkpoint, tmp_path):
-    """A tiny checkpoint of the test's own, to be spoilt."""
-    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
 @pytest.fixture

@@ -21,12 +21,6 @@ from tiny_gguf import tiny_gguf_model, write_tiny_gguf
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture
-def copied(checkpoint, tmp_path):
-    """A tiny checkpoint of the test's own, to be spoilt."""
-    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
-
-
 def change_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -184,16 +178,6 @@ def test_dequantising_in_slices_changes_nothing(monkeypatch):
         found = gguf.dequantize(quantised, gguf.GGMLQuantizationType.Q4_1)
     np.testing.assert_array_equal(found, expected)
     assert not isinstance(gguf.GGUFReader, type(gguf.dequantize))
-
-
-def test_hub_model_is_found_in_the_cache_and_keeps_its_commit(checkpoint, tmp_path):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--someone--tiny"
-    shutil.copytree(checkpoint("llama"), repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(commit)
-    loaded = load_model("someone/tiny", cache_dir=tmp_path)
-    assert loaded.source == Source("someone/tiny", "hub", revision=commit)
 
 
 @pytest.mark.parametrize(
