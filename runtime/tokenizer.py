@@ -95,7 +95,7 @@ class Tokenizer:
         """Return the text of token ids, without special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
-    def is_special(self, token_id: int) -> bool:
+    def is_silent(self, token_id: int) -> bool:
         """Return whether an id has no text: a special token, or no token at all.
 
         Models often know more ids than their tokenizer, to round the vocabulary up.
@@ -127,7 +127,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Take one more id and return the text that became certain, possibly empty."""
         # Special tokens have no text, and a beginning without text would lose the space.
-        if self._tokenizer.is_special(token_id):
+        if self._tokenizer.is_silent(token_id):
             return ""
         self._ids.append(token_id)
         text = self._tokenizer.detokenize(self._ids)

@@ -1,10 +1,7 @@
 """Verification fails bundles that are wrong in one way, in the checks where that shows."""
 
-import functools
-
 import pytest
 
-from kvconv.converter import ExportOptions, export
 from kvconv.runtime import Bundle, Session
 from kvconv.verify.checks import run_checks
 from kvconv.verify.pytorch import make_reference
@@ -34,18 +31,6 @@ ALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def unverified(checkpoint, tmp_path_factory):
-    """Give a factory of bundles that are right, though nobody has checked: the test does."""
-
-    @functools.cache
-    def make(model_type, dtype):
-        folder = tmp_path_factory.mktemp("right") / "bundle"
-        return export(str(checkpoint(model_type)), folder, ExportOptions(dtype=dtype)).path
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("model_type", "dtype", "change", "wrong"),
     [
@@ -66,10 +51,9 @@ def unverified(checkpoint, tmp_path_factory):
         ("qwen3", "float16", ignore_padding, {"left-padded batch"}),
     ],
 )
-def test_wrong_bundle_fails_where_it_is_wrong(
-    unverified, tmp_path, model_type, dtype, change, wrong
-):
-    right = unverified(model_type, dtype)
+def test_wrong_bundle_fails_where_it_is_wrong(exported, tmp_path, model_type, dtype, change, wrong):
+    options = {} if dtype == "float32" else {"dtype": dtype}
+    right = exported(model_type, **options).path
     model = tiny_model(model_type)
     reference = make_reference(
         model if dtype == "float32" else model.half(),

@@ -112,9 +112,8 @@ class Walker:
         self._stored: dict[str, gs.Constant] = {}
         constants: dict[str, gs.Constant] = {}  # in the weights file, as they are or moved
         for node in graph.nodes:
-            table = constants.get(node.inputs[0].name) if node.inputs else None
-            if table is None and node.inputs and is_external(node.inputs[0]):
-                table = node.inputs[0]
+            source = node.inputs[0] if node.inputs else gs.Variable.empty()
+            table = source if is_external(source) else constants.get(source.name)
             if table is not None and node.op in _GATHERS and not self._is_data(node.inputs[1]):
                 self._stored[table.name] = table
                 continue
