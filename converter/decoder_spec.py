@@ -24,6 +24,9 @@ from kvconv.converter.mla import latent_layers
 from kvconv.converter.rope import fixed_length
 from kvconv.errors import UnsupportedModelError, root_cause
 
+# Where configs say how many tokens a model was made for: the usual name, MPT's and BLOOM's.
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -93,9 +96,7 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         has_position_ids=has_position_ids,
         vocab_size=output.logits.shape[-1],
-        max_position_embeddings=_first(
-            *(getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-        ),
+        max_position_embeddings=_first(*(getattr(config, name, None) for name in _LENGTHS)),
         fixed_rope_length=fixed_length(config),
         eos_token_ids=_token_ids(generation.eos_token_id, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),

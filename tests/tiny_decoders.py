@@ -69,7 +69,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
     "gpt_neox": _LLAMA | {"rotary_pct": 0.5},
     "gptj": _GPT | {"rotary_dim": 4},
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 128},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"max_position_embeddings": 128},
     "falcon+alibi": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
