@@ -157,16 +157,30 @@ def test_window_is_guarded_by_an_attribute_that_old_onnxruntimes_refuse() -> Non
     assert not {"local_window_size", "causal"} & the_node(plain).attrs.keys()
 
 
+def whole_chunks(b: graphs.Builder) -> gs.Variable:
+    """Return a mask that no attributes can say: a query sees its chunk, later slots included."""
+    row, column = graphs.slots(b)
+    size = b.const(4)
+    same = b.op("Equal", b.op("Div", row, size), b.op("Div", column, size), dtype=bool)
+    shape = [graphs.BATCH, 1, graphs.SEQUENCE, graphs.TOTAL]
+    return b.op("And", same, graphs.padding(b), shape=shape)
+
+
 @pytest.mark.parametrize(
-    ("case", "change"),
-    [("window", {"local_window_size": 4}), ("softcap", {"softcap": 0.0}), ("chunk", {"causal": 1})],
+    ("options", "change"),
+    [
+        (CASES["window"], {"local_window_size": 4}),
+        (CASES["softcap"], {"softcap": 0.0}),
+        # The node must not be causal on top of a bias that sees ahead.
+        ({"style": "none", "masks": (whole_chunks,)}, {"causal": 1}),
+    ],
+    ids=["window", "softcap", "causal"],
 )
-def test_gqa_without_a_feature_differs(case: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_gqa_without_a_feature_differs(
+    options: dict[str, Any], change: dict[str, Any], tmp_path: Path
+) -> None:
     """Equality above says something only where the feature moves the logits."""
-    if case == "chunk":  # a bias that sees ahead: the node must not be causal on top of it
-        graph = decoder(style="none", masks=(lambda b: graphs.padding(b),))
-    else:
-        graph = decoder(**CASES[case])
+    graph = decoder(**options)
     traced = copy(graph)
     to_gqa(graph)
     assert_equals_traced(graph, traced, tmp_path)
