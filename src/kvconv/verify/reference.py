@@ -39,7 +39,7 @@ class Reference:
             MAX_LOGITS allows.
         decoded: The prompt and up to DECODE_STEPS greedy tokens, with the logits of the latter.
         rows: Rows of the padded batch: a prompt and up to BATCH_DECODE_STEPS greedy tokens each,
-            with the logits of the last prompt position and of the tokens. None for a model that
+            with the logits of the last prompt position and of the tokens. Empty for a model that
             padding changes.
         reprompted: The first half of the prompt and another continuation, with its last logits.
         not_checked: Sentences about what the prompt does not reach.
