@@ -9,9 +9,15 @@ from kvconv.converter.swapped import swapped
 
 def test_swapped_attributes_are_others_in_the_block_and_come_back_after_an_error() -> None:
     owner = SimpleNamespace(first=1, second=2, third=3)
-    with pytest.raises(KeyError), swapped(owner, first="a", second="b"):
-        assert vars(owner) == {"first": "a", "second": "b", "third": 3}
+    seen = []
+
+    def fail() -> None:
+        seen.append(dict(vars(owner)))
         raise KeyError
+
+    with pytest.raises(KeyError), swapped(owner, first="a", second="b"):
+        fail()
+    assert seen == [{"first": "a", "second": "b", "third": 3}]
     assert vars(owner) == {"first": 1, "second": 2, "third": 3}
 
 
