@@ -71,14 +71,15 @@ def exported(made_once: Callable[..., Path], checkpoint: Callable[..., Path]) ->
     def make(model_type: str = "llama", **options: Any) -> Any:
         def fill(folder: Path) -> None:
             verifier = Verifier(prompt_tokens=24, threads=1)
-            bundle = folder / model_type
+            bundle = folder / "bundle" / model_type
+            bundle.parent.mkdir()
             report = export(str(checkpoint(model_type)), bundle, ExportOptions(**options), verifier)
             (folder / "report").write_bytes(pickle.dumps(report))
 
         words = "-".join(str(word) for item in sorted(options.items()) for word in item)
         folder = made_once(f"bundle-{model_type}-{words}", fill)
         report = pickle.loads((folder / "report").read_bytes())
-        return dataclasses.replace(report, path=folder / model_type)
+        return dataclasses.replace(report, path=folder / "bundle" / model_type)
 
     return make
 
