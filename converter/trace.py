@@ -28,6 +28,7 @@ from kvconv.converter.experts import EXPERTS_NAME
 from kvconv.converter.mla import LatentLayer, absorbed, latent_layers
 from kvconv.converter.quiet import quiet
 from kvconv.converter.rope import original_frequencies
+from kvconv.converter.temperature import tuned_by_position
 from kvconv.errors import ExportError, UnsupportedModelError, root_cause
 
 # Traced at sizes that no model fixes by accident and that differ from one another.
@@ -63,6 +64,7 @@ def trace(model: PreTrainedModel, spec: DecoderSpec, *, opset: int) -> ir.Model:
         _our_functions(model) as is_ours,
         absorbed(model),
         original_frequencies(model),
+        tuned_by_position(model),
         torch.no_grad(),
     ):
         try:

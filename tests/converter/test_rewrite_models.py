@@ -21,6 +21,7 @@ from kvconv import names
 from kvconv.converter.decoder_spec import DecoderSpec
 from kvconv.converter.rewrite import RewriteReport, read_graph, rewrite
 from kvconv.converter.rewrite.graph import find, set_operand
+from kvconv.converter.temperature import tuned_by_position
 from kvconv.errors import RewriteError
 from rewrite_graphs import open_session, run
 from tiny_decoders import CONFIGS, OWN_ATTENTION, WINDOW
@@ -77,7 +78,7 @@ def decoder(request: pytest.FixtureRequest, traced: Callable[[str], Any]) -> Dec
     model, spec, path = traced(request.param)
     ids, mask, positions = (torch.tensor(array) for array in prompt())
     model.set_attn_implementation("eager")
-    with torch.no_grad():
+    with tuned_by_position(model), torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     return Decoder(request.param, path, spec, logits.numpy())
 

@@ -10,6 +10,7 @@ from onnx.reference import ReferenceEvaluator
 
 from kvconv import names
 from kvconv.converter.decoder_spec import describe
+from kvconv.converter.temperature import tuned_by_position
 from kvconv.converter.trace import trace
 from kvconv.errors import UnsupportedModelError
 from rewrite_graphs import Attention
@@ -61,7 +62,7 @@ def run_in_chunks(spec, path, chunks):
 def pytorch_logits(model):
     input_ids, attention_mask, position_ids = padded_batch()
     model.set_attn_implementation("eager")
-    with torch.no_grad():
+    with tuned_by_position(model), torch.no_grad():
         output = model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids
         )
