@@ -71,7 +71,7 @@ def find_bundle(model: str, options: ModelOptions) -> Path:
         ModelNotFoundError: It is neither a bundle nor a model.
         KvconvError: The export failed; nothing is kept.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # the ~ of an unknown user stays
     if (path / MANIFEST_FILE).is_file():
         if options != ModelOptions():
             raise click.UsageError(
@@ -89,7 +89,7 @@ def cache_folder() -> Path:
     """Return where bundles are kept; it need not exist."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")  # which the standard wants ignored if relative
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvconv" / "bundles"
 

@@ -1,10 +1,7 @@
 """`kvconv run`: generate text from a bundle or a model, for one prompt or many."""
 
-import contextlib
 import io
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -15,8 +12,8 @@ from kvconv.cli.generation import generate
 from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
 from kvconv.cli.prompts import decode, read_prompts, read_stdin
 from kvconv.cli.sampling_options import sampling_options, sampling_params
+from kvconv.errors import KvconvError
 
-_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _BATCH_SIZE = 8
 
 
@@ -119,65 +116,65 @@ def command(
         raise click.UsageError("--batch-size is for --prompts.")
     if (system, thinking) != (None, None) and (prompts or not (is_chat or chat_template)):
         raise click.UsageError("--system and --thinking are for --chat or PROMPT --chat-template.")
-    with _stdout():
-        with needs_extra("cpu"):
-            from kvconv.runtime import Conversation, Generator
-        params = sampling_params(sampling)
-        # Before an export, which takes long.
-        many = None if prompts is None else read_prompts(prompts, params)
-        text = (
-            decode("Standard input", read_stdin()).removesuffix("\n") if prompt == "-" else prompt
+    _prepare_stdout()
+    with needs_extra("cpu"):
+        from kvconv.runtime import Conversation, Generator
+    params = sampling_params(sampling)
+    # Before an export, which takes long.
+    many = None if prompts is None else read_prompts(prompts, params)
+    text = decode("Standard input", read_stdin()).removesuffix("\n") if prompt == "-" else prompt
+    generator = Generator.open(
+        find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code)),
+        max_sequence_length=max_sequence_length,
+        threads=threads,
+        provider=provider,
+        use_bundle_library=use_bundle_library,
+    )
+    if many is not None:
+        from kvconv.cli.batch import run_prompts
+
+        run_prompts(
+            generator,
+            many,
+            batch_size=batch_size or _BATCH_SIZE,
+            chat_template=chat_template,
+            with_stats=stats,
         )
-        generator = Generator.open(
-            find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code)),
-            max_sequence_length=max_sequence_length,
-            threads=threads,
-            provider=provider,
-            use_bundle_library=use_bundle_library,
+        return
+    variables = {} if thinking is None else generator.chat_template.thinking(thinking)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    if is_chat:
+        conversation = Conversation(generator, messages, variables)
+        Chat(conversation, params, as_json=as_json, with_stats=stats).run(text)
+        return
+    assert text is not None
+    if chat_template:
+        messages.append({"role": "user", "content": text})
+        prompt_ids = generator.encode_chat(messages, variables)
+    else:
+        prompt_ids = generator.encode(text)
+    result = generate(generator, prompt_ids, params, _ignore if as_json else _show)
+    if as_json:
+        result.print_json(text, with_stats=stats)
+    else:
+        click.echo()
+        if stats:
+            result.print_stats()
+
+
+def _prepare_stdout() -> None:
+    """Let any text be written to stdout; a terminal that lacks a character shows `?`.
+
+    Raises:
+        KvconvError: There is no stdout.
+    """
+    if sys.stdout is None:
+        raise KvconvError(
+            "Standard output is closed, so the text would be lost. Redirect it, to /dev/null if "
+            "nobody reads it."
         )
-        if many is not None:
-            from kvconv.cli.batch import run_prompts
-
-            run_prompts(
-                generator,
-                many,
-                batch_size=batch_size or _BATCH_SIZE,
-                chat_template=chat_template,
-                with_stats=stats,
-            )
-            return
-        variables = {} if thinking is None else generator.chat_template.thinking(thinking)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        if is_chat:
-            conversation = Conversation(generator, messages, variables)
-            Chat(conversation, params, as_json=as_json, with_stats=stats).run(text)
-            return
-        assert text is not None
-        if chat_template:
-            messages.append({"role": "user", "content": text})
-            prompt_ids = generator.encode_chat(messages, variables)
-        else:
-            prompt_ids = generator.encode(text)
-        result = generate(generator, prompt_ids, params, _ignore if as_json else _show)
-        if as_json:
-            result.print_json(text, with_stats=stats)
-        else:
-            click.echo()
-            if stats:
-                result.print_stats()
-
-
-@contextlib.contextmanager
-def _stdout() -> Iterator[None]:
-    """Let any text be written to stdout in the block, and end quietly when nobody reads on."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    try:
-        yield
-    except BrokenPipeError:
-        # Whoever read the text has enough; Python must not try to flush the rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise click.exceptions.Exit(_PIPE_CLOSED) from None
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _show(text: str) -> None:
