@@ -5,11 +5,12 @@ and time, or its hub id and revision; the options; the versions of kvconv and of
 changes gets a bundle of its own. Finding one imports nothing heavy and asks no network.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import click
 
 from kvconv import __version__
 from kvconv.cli.common import Dtype, needs_extra, print_status
-from kvconv.errors import ExportError, ModelNotFoundError, OutputExistsError
+from kvconv.errors import BundleError, ExportError, ModelNotFoundError, OutputExistsError
 from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
 
@@ -83,6 +84,26 @@ def find_bundle(model: str, options: ModelOptions) -> Path:
     if not (kept / MANIFEST_FILE).is_file():
         _export(model, kept, options)
     return kept
+
+
+@contextlib.contextmanager
+def kept_bundle_remedy(model: str, bundle: Path) -> Iterator[None]:
+    """Say of a damaged bundle in the block what helps, if it is a kept one.
+
+    Args:
+        model: What `find_bundle` was given.
+        bundle: What it returned.
+    """
+    try:
+        yield
+    except BundleError as error:
+        if bundle.parent != cache_folder():
+            raise
+        raise BundleError(
+            f"{error} It is the bundle kept of {model}: remove {bundle}, and the next run exports "
+            f"the model again.",
+            file=error.file,
+        ) from error
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,12 @@ import click
 from kvconv.cli.chat import Chat
 from kvconv.cli.common import Command, needs_extra
 from kvconv.cli.generation import generate
-from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
+from kvconv.cli.model_cache import (
+    ModelOptions,
+    find_bundle,
+    kept_bundle_remedy,
+    model_options,
+)
 from kvconv.cli.prompts import decode, read_prompts, read_stdin
 from kvconv.cli.sampling_options import sampling_options, sampling_params
 from kvconv.errors import KvconvError
@@ -123,13 +128,15 @@ def command(
     # Before an export, which takes long.
     many = None if prompts is None else read_prompts(prompts, params)
     text = decode("Standard input", read_stdin()).removesuffix("\n") if prompt == "-" else prompt
-    generator = Generator.open(
-        find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code)),
-        max_sequence_length=max_sequence_length,
-        threads=threads,
-        provider=provider,
-        use_bundle_library=use_bundle_library,
-    )
+    path = find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code))
+    with kept_bundle_remedy(bundle, path):
+        generator = Generator.open(
+            path,
+            max_sequence_length=max_sequence_length,
+            threads=threads,
+            provider=provider,
+            use_bundle_library=use_bundle_library,
+        )
     if many is not None:
         from kvconv.cli.batch import run_prompts
 
