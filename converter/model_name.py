@@ -4,6 +4,7 @@ Imports nothing heavy, so that a path that is not there is refused at once, befo
 transformers are imported. Whether a hub model exists only the hub knows.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def parse_model_name(model: str, revision: str | None = None) -> ModelName:
     Raises:
         ModelNotFoundError: It is no hub id, and there is no such path or no model in it.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # the ~ of an unknown user stays
     if not model or not path.exists():
         return _parse_hub_name(model)
     if revision is not None:

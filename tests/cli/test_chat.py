@@ -168,6 +168,11 @@ def test_load_refuses_what_is_no_conversation(bundle, tmp_path, content, words):
         ("/undo twice", ["/undo"]),
         ("/load {tmp}/none", ["No such file"]),
         ("/save {tmp}", ["folder"]),
+        ("/save {tmp}/no/file", ["{tmp}/no/file: No such file"]),
+        ("/save ~nobody-here/file", ["~nobody-here/file: No such file"]),
+        ("/load ~nobody-here/file", ["~nobody-here/file: No such file"]),
+        ("/save --force", ["/save FILE"]),
+        ("/save a\0b", ["cannot name a file"]),
         ("x" * 70, ["64", "--max-sequence-length"]),
     ],
 )
@@ -176,7 +181,28 @@ def test_piped_input_ends_at_what_is_refused(bundle, tmp_path, line, words):
     assert result.exit_code == 1
     assert result.stdout.split() == answers(bundle, "Hi")
     assert result.stderr.count("\n") == 1
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(word.format(tmp=tmp_path) in result.stderr for word in words), result.stderr
+
+
+def test_save_replaces_no_special_file(bundle, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = chat(bundle, input=f"/save --force {pipe}\n")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "no regular file" in result.stderr
+    assert pipe.is_fifo()
+
+
+def test_save_takes_the_longest_name_that_there_is(bundle, tmp_path):
+    assert chat(bundle, input=f"/save {tmp_path / ('x' * 255)}\n").exit_code == 0
+    assert [len(path.name) for path in tmp_path.iterdir()] == [255]
+
+
+def test_save_of_a_message_that_is_not_utf8_is_refused(bundle, tmp_path):
+    result = chat(bundle, "--system", "a\udcff", input=f"/save {tmp_path / 'file'}\n")
+    assert result.exit_code == 1
+    assert "not valid UTF-8" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_input_that_is_not_utf8_names_the_line(bundle):

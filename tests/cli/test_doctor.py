@@ -1,6 +1,8 @@
 """kvconv doctor."""
 
+import errno
 import json
+import os
 
 from click.testing import CliRunner
 
@@ -27,3 +29,14 @@ def test_doctor_names_what_is_missing(monkeypatch):
 def test_doctor_warns_when_both_onnxruntimes_are_installed(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: "1.0")
     assert "both installed" in CliRunner().invoke(main, ["doctor"]).stdout
+
+
+def test_doctor_reports_kept_bundles_that_cannot_be_read(monkeypatch):
+    def unreadable():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/kept")
+
+    monkeypatch.setattr(doctor, "cache_usage", unreadable)
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    assert result.exit_code == 0
+    [problem] = json.loads(result.stdout)["problems"]
+    assert "/kept: Permission denied" in problem

@@ -46,3 +46,11 @@ def test_cli_page_is_not_stale():
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert (ROOT / "docs/cli.md").read_text() == module.cli_page(), "run `make docs`"
+
+
+def test_ctrl_c_while_a_command_is_imported_exits_with_130(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvconv.cli.importlib.import_module", interrupted)
+    assert CliRunner().invoke(main, ["doctor"]).exit_code == 130

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import onnx
 import pytest
@@ -38,6 +40,15 @@ def test_inspect_text_names_the_model_and_every_file(bundle):
     text = inspect(bundle).stdout
     assert "LlamaForCausalLM" in text
     assert all(name in text for name in read_manifest(bundle).files)
+
+
+def test_closed_pipe_ends_quietly(bundle):
+    command = [sys.executable, "-c", "from kvconv.cli import main; main()", "inspect", str(bundle)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 141
 
 
 def test_check_finds_one_changed_byte_in_every_file(bundle):

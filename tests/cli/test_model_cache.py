@@ -283,3 +283,13 @@ def test_checkpoint_runs_at_once_the_second_time(checkpoint, cache):
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout == first.stdout
+
+
+def test_damaged_kept_bundle_says_what_to_remove(exports, model):
+    kept = find_bundle(str(model), PLAIN)
+    (kept / "model.onnx").write_bytes(b"")
+    result = CliRunner().invoke(main, ["run", str(model), "Hi"])
+    assert result.exit_code == 1
+    assert f"remove {kept}" in result.stderr
+    shutil.rmtree(kept)
+    assert CliRunner().invoke(main, ["run", str(model), "Hi"]).exit_code == 0

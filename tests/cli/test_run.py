@@ -229,6 +229,24 @@ def test_closed_pipe_ends_quietly(bundle, options):
     assert process.wait() == 141
 
 
+def test_results_need_an_open_stdout_and_no_open_stderr(bundle, answer):
+    command = [sys.executable, "-c", "from kvconv.cli import main; main()"]
+    command += ["run", bundle, PROMPT, "--stats", *NINE]
+
+    def run_with(redirection):
+        return subprocess.run(
+            ["sh", "-c", f'exec "$@" {redirection}', "sh", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    without_stderr, without_stdout = run_with("2>&-"), run_with(">&-")
+    assert (without_stderr.returncode, without_stderr.stdout) == (0, f"{answer}\n")
+    assert without_stdout.returncode == 1
+    assert "Standard output is closed" in without_stdout.stderr
+
+
 def test_run_needs_no_converter(bundle):
     script = (
         "import sys\n"

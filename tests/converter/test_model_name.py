@@ -39,6 +39,7 @@ def test_path_that_exists_wins_over_a_hub_id(tmp_path, monkeypatch):
         "./nowhere",
         "/no/where",
         "~/no/where",
+        "~nobody-here/model",
         "a/b/c",
         "x.gguf",
         "../a/b/c.gguf",

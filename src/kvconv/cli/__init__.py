@@ -1,10 +1,14 @@
 """The `kvconv` command: a Click group that imports each command's module only when it is used."""
 
 import importlib
+from typing import Any
 
 import click
 
 from kvconv import __version__
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and SIGINT's number, as shells have it."""
 
 COMMANDS = {
     "export": "Convert a Hugging Face decoder into a bundle.",
@@ -17,6 +21,14 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """Loads `kvconv.cli.<name>` and takes its `command` when that command is asked for."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Find and run a command; Ctrl-C ends each with the exit code that shells expect."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:  # also while a command's module is imported
+            click.echo(err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the command names in the order of a first session."""

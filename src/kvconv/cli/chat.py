@@ -87,6 +87,10 @@ class Chat:
                 if not lines.is_interactive:
                     raise
                 print_status(f"Error: {one_line(error)}")
+            except KeyboardInterrupt:  # during a command, or again while one is reported
+                if not lines.is_interactive:
+                    raise
+                print_status("")
 
     def _take(self, lines: Lines) -> bool:
         """Take what is said next; returns whether the chat goes on."""

@@ -1,5 +1,6 @@
 """What starts with a slash in a chat: changes the conversation instead of adding to it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ def run_command(text: str, conversation: "Conversation") -> str | None:
             f"slash, type two."
         )
     argument = argument.strip()
-    is_missing = command.argument.isalpha() and not argument
+    is_missing = command.argument.isalpha() and argument in ("", _FORCE.strip())
     if is_missing or (argument and not command.argument):
         usage = f"/{name} {command.argument}".strip()
         raise PromptError(f"{text.strip()} is not how it is used: {usage}.")
@@ -79,17 +80,22 @@ def _reset(conversation: "Conversation", _argument: str) -> str:
 
 
 def _save(conversation: "Conversation", argument: str) -> str:
-    path = Path(argument.removeprefix(_FORCE).strip()).expanduser()
+    path = _path(argument.removeprefix(_FORCE).strip())
     save(conversation.messages, path, overwrite=argument.startswith(_FORCE))
     return f"{len(conversation.messages)} messages are in {path}."
 
 
 def _load(conversation: "Conversation", argument: str) -> str:
-    messages = load(Path(argument).expanduser())
+    messages = load(_path(argument))
     if messages:
         conversation.encode(messages)  # refused now rather than at the next turn
     conversation.messages[:] = messages
     return f"{len(messages)} messages are loaded."
+
+
+def _path(text: str) -> Path:
+    # Unlike Path.expanduser it leaves the ~ of an unknown user alone.
+    return Path(os.path.expanduser(text))
 
 
 _COMMANDS = {

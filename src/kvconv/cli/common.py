@@ -5,6 +5,7 @@ import contextlib
 import errno
 import importlib.metadata
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,7 @@ import click
 
 from kvconv.errors import KvconvError, MissingDependencyError
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 and SIGINT's number, as shells have it."""
+_PIPE_CLOSED = 141  # 128 and SIGPIPE's number
 
 _REMEDIES = {
     errno.ENOSPC: "Free some space there, or choose another place.",
@@ -55,9 +55,10 @@ class Command(click.Command):
         """Run the command; turn what a person can mend into one line on stderr."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            click.echo(err=True)
-            raise click.exceptions.Exit(INTERRUPTED) from error
+        except BrokenPipeError:
+            # Whoever read the results has enough; Python must not try to flush the rest at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise click.exceptions.Exit(_PIPE_CLOSED) from None
         except (KvconvError, OSError, MemoryError) as error:
             if ctx.meta.get("kvconv.debug"):
                 raise
@@ -124,7 +125,8 @@ def print_json(value: Any) -> None:
 
 def print_status(message: str) -> None:
     """Write one line about progress to stderr; stdout carries results only."""
-    print(message, file=sys.stderr, flush=True)  # noqa: T201
+    if sys.stderr is not None:  # closed by whoever started us; print() would take stdout instead
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _remember_debug(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from kvconv import __version__
-from kvconv.cli.common import Command, extras, print_json
-from kvconv.cli.model_cache import cache_folder, cache_usage
+from kvconv.cli.common import Command, extras, one_line, print_json
+from kvconv.cli.model_cache import CacheUsage, cache_folder, cache_usage
 from kvconv.errors import LibraryError
 from kvconv.names import OP_DOMAIN, OP_VERSION
 
@@ -79,6 +79,11 @@ def diagnose() -> dict[str, Any]:
     library, library_problem = _op_library(has_runtime)
     if library_problem:
         problems.append(library_problem)
+    try:
+        usage = cache_usage()
+    except OSError as error:
+        usage = CacheUsage(0, 0)
+        problems.append(f"the folder for kept bundles cannot be read: {one_line(error)}")
     return {
         "kvconv": __version__,
         "op_version": OP_VERSION,
@@ -90,7 +95,7 @@ def diagnose() -> dict[str, Any]:
         "packages": packages,
         "providers": providers,
         "op_library": str(library) if library else None,
-        "bundle_cache": {"path": str(cache_folder()), **cache_usage()._asdict()},
+        "bundle_cache": {"path": str(cache_folder()), **usage._asdict()},
         "problems": problems,
     }
 

@@ -5,11 +5,12 @@ and time, or its hub id and revision; the options; the versions of kvconv and of
 changes gets a bundle of its own. Finding one imports nothing heavy and asks no network.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from kvconv.cli.common import (
     revision_option,
     trust_remote_code_option,
 )
-from kvconv.errors import ExportError, ModelNotFoundError, OutputExistsError
+from kvconv.errors import BundleError, ExportError, ModelNotFoundError, OutputExistsError
 from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
 
@@ -76,7 +77,7 @@ def find_bundle(model: str, options: ModelOptions) -> Path:
         ModelNotFoundError: It is neither a bundle nor a model.
         KvconvError: The export failed; nothing is kept.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # the ~ of an unknown user stays
     if (path / MANIFEST_FILE).is_file():
         if options != ModelOptions():
             raise click.UsageError(
@@ -90,11 +91,31 @@ def find_bundle(model: str, options: ModelOptions) -> Path:
     return kept
 
 
+@contextlib.contextmanager
+def kept_bundle_remedy(model: str, bundle: Path) -> Iterator[None]:
+    """Say of a damaged bundle in the block what helps, if it is a kept one.
+
+    Args:
+        model: What `find_bundle` was given.
+        bundle: What it returned.
+    """
+    try:
+        yield
+    except BundleError as error:
+        if bundle.parent != cache_folder():
+            raise
+        raise BundleError(
+            f"{error} It is the bundle kept of {model}: remove {bundle}, and the next run exports "
+            f"the model again.",
+            file=error.file,
+        ) from error
+
+
 def cache_folder() -> Path:
     """Return where bundles are kept; it need not exist."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")  # which the standard wants ignored if relative
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvconv" / "bundles"
 

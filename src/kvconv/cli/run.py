@@ -1,10 +1,7 @@
 """`kvconv run`: generate text from a bundle or a model, for one prompt or many."""
 
-import contextlib
 import io
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -12,12 +9,17 @@ import click
 from kvconv.cli.chat import Chat
 from kvconv.cli.common import Command, needs_extra
 from kvconv.cli.generation import generate, print_stats
-from kvconv.cli.model_cache import ModelOptions, find_bundle, model_options
+from kvconv.cli.model_cache import (
+    ModelOptions,
+    find_bundle,
+    kept_bundle_remedy,
+    model_options,
+)
 from kvconv.cli.prompts import read_prompts
 from kvconv.cli.sampling_options import sampling_options, sampling_params
 from kvconv.cli.text_input import read_stdin, to_text
+from kvconv.errors import KvconvError
 
-_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _BATCH_SIZE = 8
 
 
@@ -120,62 +122,64 @@ def command(
         raise click.UsageError("--batch-size is for --prompts.")
     if (system, thinking) != (None, None) and (prompts or not (is_chat or chat_template)):
         raise click.UsageError("--system and --thinking are for --chat or PROMPT --chat-template.")
-    with _stdout():
-        with needs_extra("cpu"):
-            from kvconv.runtime import Conversation, Generator
-        params = sampling_params(sampling)
-        # Before an export, which takes long.
-        many = None if prompts is None else read_prompts(prompts, params)
-        text = prompt
-        if prompt == "-":
-            text = to_text("Standard input", read_stdin()).removesuffix("\n")
+    _prepare_stdout()
+    with needs_extra("cpu"):
+        from kvconv.runtime import Conversation, Generator
+    params = sampling_params(sampling)
+    # Before an export, which takes long.
+    many = None if prompts is None else read_prompts(prompts, params)
+    text = to_text("Standard input", read_stdin()).removesuffix("\n") if prompt == "-" else prompt
+    path = find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code))
+    with kept_bundle_remedy(bundle, path):
         generator = Generator.open(
-            find_bundle(bundle, ModelOptions(dtype, revision, trust_remote_code)),
+            path,
             max_sequence_length=max_sequence_length,
             threads=threads,
             provider=provider,
             use_bundle_library=use_bundle_library,
         )
-        if many is not None:
-            from kvconv.cli.batch import run_prompts
+    if many is not None:
+        from kvconv.cli.batch import run_prompts
 
-            run_prompts(
-                generator,
-                many,
-                batch_size=batch_size or _BATCH_SIZE,
-                chat_template=chat_template,
-                with_stats=stats,
-            )
-            return
-        variables = {} if thinking is None else generator.chat_template.thinking(thinking)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        if is_chat:
-            conversation = Conversation(generator, messages, variables)
-            Chat(conversation, params, as_json=as_json, with_stats=stats).run(text)
-            return
-        assert text is not None
-        if chat_template:
-            messages.append({"role": "user", "content": text})
-            prompt_ids = generator.encode_chat(messages, variables)
-        else:
-            prompt_ids = generator.encode(text)
-        answer, took = generate(generator, prompt_ids, params, is_streamed=not as_json)
-        if as_json:
-            answer.print_json(text, took if stats else None)
-        else:
-            click.echo()
-            if stats:
-                print_stats(answer, took)
+        run_prompts(
+            generator,
+            many,
+            batch_size=batch_size or _BATCH_SIZE,
+            chat_template=chat_template,
+            with_stats=stats,
+        )
+        return
+    variables = {} if thinking is None else generator.chat_template.thinking(thinking)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    if is_chat:
+        conversation = Conversation(generator, messages, variables)
+        Chat(conversation, params, as_json=as_json, with_stats=stats).run(text)
+        return
+    assert text is not None
+    if chat_template:
+        messages.append({"role": "user", "content": text})
+        prompt_ids = generator.encode_chat(messages, variables)
+    else:
+        prompt_ids = generator.encode(text)
+    answer, took = generate(generator, prompt_ids, params, is_streamed=not as_json)
+    if as_json:
+        answer.print_json(text, took if stats else None)
+    else:
+        click.echo()
+        if stats:
+            print_stats(answer, took)
 
 
-@contextlib.contextmanager
-def _stdout() -> Iterator[None]:
-    """Let any text be written to stdout in the block, and end quietly when nobody reads on."""
+def _prepare_stdout() -> None:
+    """Let any text be written to stdout; a terminal that lacks a character shows `?`.
+
+    Raises:
+        KvconvError: There is no stdout.
+    """
+    if sys.stdout is None:
+        raise KvconvError(
+            "Standard output is closed, so the text would be lost. Redirect it, to /dev/null if "
+            "nobody reads it."
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    try:
-        yield
-    except BrokenPipeError:
-        # Whoever read the text has enough; Python must not try to flush the rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise click.exceptions.Exit(_PIPE_CLOSED) from None
+        sys.stdout.reconfigure(errors="replace")

@@ -18,7 +18,8 @@ def save(messages: Sequence[dict[str, Any]], path: Path, *, overwrite: bool) -> 
         overwrite: Replace a file that is there.
 
     Raises:
-        OutputExistsError: The path exists, and is a folder or may not be replaced.
+        OutputExistsError: The path exists, and is no regular file or may not be replaced.
+        PromptError: A message is not valid UTF-8, or the path is no path.
         OSError: It cannot be written.
     """
     if path.is_dir():
@@ -28,11 +29,23 @@ def save(messages: Sequence[dict[str, Any]], path: Path, *, overwrite: bool) -> 
             f"{path} exists. Give another name, or replace it with /save --force {path}.",
             path=str(path),
         )
-    partial = path.with_name(f".{path.name}.kvconv-{os.getpid()}.partial")
-    text = json.dumps(messages, ensure_ascii=False, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # renaming would replace a device such as /dev/null
+        raise OutputExistsError(f"{path} is no regular file. Give another name.", path=str(path))
+    if "\0" in str(path):
+        raise PromptError(f"{str(path)!r} cannot name a file. Give another name.")
     try:
-        partial.write_text(text, encoding="utf-8")
+        raw = (json.dumps(messages, ensure_ascii=False, indent=2) + "\n").encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"A message is not valid UTF-8 ({error}). Take it back or set another system message."
+        ) from error
+    partial = path.with_name(f".kvconv-{os.getpid()}.partial")
+    try:
+        partial.write_bytes(raw)
         partial.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # a person named this one
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
