@@ -4,10 +4,10 @@ Letters: B batch, N query heads, K key/value heads, S new tokens, T past and new
 
 1. From opset 23 on, one ONNX Attention node. Its mask is always spelled as numbers, the lowest
    finite one for a masked slot, so a row in which all is masked (a padding query) stays finite.
-2. Below opset 23, and with a softcap or head sinks at any opset (the standard says softcap after
-   the mask, Hugging Face before; sinks it does not have): MatMul, Softmax, MatMul. The S queries
-   of the N/K heads that share a key/value head form one matrix, so no head is repeated:
-   [B,N,S,H] -> [B,K,N/K*S,H]. Softmax runs in float32.
+2. Below opset 23, and with a softcap, head sinks or a float32 mask of a float16 model at any opset
+   (the standard says softcap after the mask, Hugging Face before; the others it does not have):
+   MatMul, Softmax, MatMul. The S queries of the N/K heads that share a key/value head form one
+   matrix, so no head is repeated: [B,N,S,H] -> [B,K,N/K*S,H]. Softmax runs in float32.
 
 The caches stay Concats, as traced.
 """
@@ -59,6 +59,7 @@ def _rewrite(editor: Editor, node: gs.Node, biases: dict[tuple[str, bool], gs.Te
         editor.graph.opset < _ATTENTION_OPSET
         or node.attrs["softcap"] != 0
         or optional_input(node, 4) is not None
+        or (mask.dtype == np.float32 != query.dtype)  # MPT's ALiBi, which float16 would round
     )
     if (mask.name, decomposed) not in biases:
         dtype = np.dtype(np.float32) if decomposed else query.dtype

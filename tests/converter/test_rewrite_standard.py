@@ -91,6 +91,18 @@ def test_standard_float16_returns_float32_logits(tmp_path: Path) -> None:
         assert_close(actual["logits"][real], logits, "bfloat16", "logits")
 
 
+def test_standard_float16_adds_a_float32_mask_as_it_is() -> None:
+    def unrounded(b: graphs.Builder) -> gs.Variable:
+        """Return MPT's kind of mask: float32 numbers, whatever the model's type."""
+        return b.op("Cast", graphs.alibi_mask(b), dtype=np.dtype(np.float32), to=1)
+
+    graph = decoder(dtype=np.float16, masks=(unrounded,))
+    rewrite(graph, attention="standard", opset=23)
+    (softmax,) = find(graph, "Softmax")
+    assert not find(graph, "Attention")
+    assert [tensor.dtype for tensor in softmax.inputs[0].inputs[0].inputs] == [np.float32] * 2
+
+
 def test_standard_twice_changes_nothing() -> None:
     graph = decoder(softcap=2.0)
     rewrite(graph, attention="standard", opset=23)
