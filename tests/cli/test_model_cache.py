@@ -30,7 +30,7 @@ PLAIN = ModelOptions()
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "kept bundles"
-    monkeypatch.setenv("KVCONV_CACHE", str(folder))
+    monkeypatch.setenv("KVCONV_BUNDLES", str(folder))
     monkeypatch.delenv("KVCONV_CACHE_DIR", raising=False)
     return folder
 
@@ -208,7 +208,7 @@ def test_other_process_that_was_faster_is_no_error(model, monkeypatch):
 def test_folder_in_the_way_that_is_no_bundle_is_an_error(model, exports, cache):
     kept = find_bundle(str(model), PLAIN)
     (kept / "kvconv.json").unlink()
-    with pytest.raises(OutputExistsError, match="not a bundle.*KVCONV_CACHE"):
+    with pytest.raises(OutputExistsError, match="not a bundle.*KVCONV_BUNDLES"):
         find_bundle(str(model), PLAIN)
 
 
@@ -231,16 +231,16 @@ def test_damaged_kept_bundle_is_named(model, exports):
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [
-        ({"KVCONV_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, "/a/b"),
-        ({"KVCONV_CACHE": "~/b", "HOME": "/h"}, "/h/b"),
-        ({"KVCONV_CACHE": "", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/kvconv/bundles"),
+        ({"KVCONV_BUNDLES": "/a/b", "XDG_CACHE_HOME": "/x"}, "/a/b"),
+        ({"KVCONV_BUNDLES": "~/b", "HOME": "/h"}, "/h/b"),
+        ({"KVCONV_BUNDLES": "", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/kvconv/bundles"),
         ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/kvconv/bundles"),
         ({"HOME": "/h"}, "/h/.cache/kvconv/bundles"),
     ],
     ids=str,
 )
 def test_cache_folder_follows_the_environment(monkeypatch, variables, folder):
-    for name in ("KVCONV_CACHE", "XDG_CACHE_HOME"):
+    for name in ("KVCONV_BUNDLES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -30,7 +30,7 @@ from kvconv.errors import BundleError, ExportError, ModelNotFoundError, OutputEx
 from kvconv.manifest import ActivationDtype
 from kvconv.names import MANIFEST_FILE, OP_VERSION
 
-CACHE_VARIABLE = "KVCONV_CACHE"
+BUNDLES_VARIABLE = "KVCONV_BUNDLES"
 
 _OPTIONS = (
     click.option(
@@ -113,7 +113,7 @@ def kept_bundle_remedy(model: str, bundle: Path) -> Iterator[None]:
 
 def cache_folder() -> Path:
     """Return where bundles are kept; it need not exist."""
-    chosen = os.environ.get(CACHE_VARIABLE)
+    chosen = os.environ.get(BUNDLES_VARIABLE)
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")  # which the standard wants ignored if relative
@@ -183,7 +183,7 @@ def _export(model: str, output: Path, options: ModelOptions) -> None:
             # With a bundle there, another process exported the same and was faster.
             if not (output / MANIFEST_FILE).is_file():
                 raise OutputExistsError(
-                    f"{error} {CACHE_VARIABLE} names the folder for kept bundles.", path=error.path
+                    f"{error} {BUNDLES_VARIABLE} names the folder for kept bundles.", path=error.path
                 ) from error
         except ExportError as error:
             raise ExportError(

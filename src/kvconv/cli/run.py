@@ -105,7 +105,7 @@ def command(
 
     BUNDLE may also be a model as `kvconv export` takes it. It is exported the first time, and the
     bundle is kept in ~/.cache/kvconv/bundles (below XDG_CACHE_HOME, or the folder that
-    KVCONV_CACHE names), from where it may be removed at any time; `kvconv doctor` shows its size.
+    KVCONV_BUNDLES names), from where it may be removed at any time; `kvconv doctor` shows its size.
     A folder or file that changed is exported again. A hub model is not asked for news: to get
     a later commit, give it as --revision.
 
