@@ -183,7 +183,8 @@ def _export(model: str, output: Path, options: ModelOptions) -> None:
             # With a bundle there, another process exported the same and was faster.
             if not (output / MANIFEST_FILE).is_file():
                 raise OutputExistsError(
-                    f"{error} {BUNDLES_VARIABLE} names the folder for kept bundles.", path=error.path
+                    f"{error} {BUNDLES_VARIABLE} names the folder for kept bundles.",
+                    path=error.path,
                 ) from error
         except ExportError as error:
             raise ExportError(
