@@ -24,7 +24,15 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.evaluate import Array, Cut, NotEvaluableError, Probe, make_probe
-from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, get_operand, set_operand
+from kvconv.converter.rewrite.graph import (
+    Editor,
+    Outcome,
+    Refusal,
+    find,
+    get_operand,
+    producer,
+    set_operand,
+)
 
 NAME = "mask"
 _ADDS = "it adds numbers to the scores of slots that are seen"
@@ -126,6 +134,9 @@ def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
         mask: [batch_size or 1, num_attention_heads or 1, sequence_length,
             total_sequence_length] bool (True = attend) or float (added to the scores).
     """
+    above = producer(mask)
+    if above is not None and above.op == "Cast" and above.inputs[0].dtype == np.float32:
+        mask = above.inputs[0]  # MPT's ALiBi is float32 in float16 models too, which would round it
     try:
         cut = Cut(graph, [mask], positions=False)
         visibility = _guess(cut)

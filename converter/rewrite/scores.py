@@ -30,7 +30,7 @@ class Step:
 
     Attributes:
         op: `Mul` (by a constant), `Tanh`, `Add` or `Where`.
-        number: The factor of a Mul; what a Where makes of scores that do not count.
+        number: The factor of a Mul.
         operand: What an Add adds; the condition of a Where.
         keeps: Whether a Where keeps the scores where its condition holds, or drops them there.
     """
@@ -73,7 +73,7 @@ def read_step(node: gs.Node, scores: gs.Tensor) -> Step | None:
         low = _number(node.inputs[2 if keeps else 1])
         if low is None or low > _LOW:
             raise UnlikeError(f"{node.name} makes scores {low}, which does not mask them")
-        return Step("Where", low, node.inputs[0], keeps)
+        return Step("Where", operand=node.inputs[0], keeps=keeps)
     return Step("Mul", read_factor(node, scores))
 
 
@@ -147,7 +147,8 @@ def _keep(editor: Editor, mask: gs.Tensor | None, condition: gs.Tensor, step: St
         return condition
     if mask.dtype == np.dtype(bool):
         return editor.add("And", [mask, condition], dtype=bool)
-    low = editor.constant(np.array(step.number, mask.dtype))
+    # Of the sum's type, which may be wider than what the model fills in for: no score is as low.
+    low = editor.constant(np.array(np.finfo(mask.dtype).min, mask.dtype))
     return editor.add("Where", [condition, mask, low], dtype=mask.dtype)
 
 

@@ -65,6 +65,19 @@ def test_recognise_alibi_in_float16_to_its_precision() -> None:
     assert answer == mask.Visibility(True, None, (1.0, 0.5, 0.25, 0.125))
 
 
+def test_recognise_alibi_that_is_rounded_at_the_end_only() -> None:
+    def narrowed(b: Builder) -> gs.Variable:
+        """Add numbers below float16's range to whole rows, as MPT's slot - last slot does."""
+        model, b.dtype = b.dtype, np.dtype(np.float32)
+        far = b.const(2.0**17, np.float32)
+        numbers = b.op("Sub", alibi_mask(b), far, dtype=b.dtype, shape=[2, 4, None, None])
+        return b.op("Cast", numbers, dtype=model, to=model.type)
+
+    answer = recognise(narrowed, dtype=np.float16)
+    assert isinstance(answer, mask.Visibility)
+    assert answer.slopes == (1.0, 0.5, 0.25, 0.125)
+
+
 def test_recognise_infinite_bonus_is_no_mask() -> None:
     def bonus(b: Builder) -> gs.Variable:
         infinite = b.const(np.inf, np.float32)
