@@ -266,6 +266,7 @@ def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArr
 
 def _positions(mask: npt.NDArray[np.int64], past: int) -> npt.NDArray[np.int64]:
     """Return how many tokens that may be attended to come before each new one."""
-    before = mask[:, :past].sum(axis=1, keepdims=True)
-    positions = before + np.cumsum(mask[:, past:], axis=1) - 1
+    attended = mask != 0
+    before = attended[:, :past].sum(axis=1, keepdims=True)
+    positions = before + np.cumsum(attended[:, past:], axis=1) - 1
     return np.asarray(np.maximum(positions, 0))

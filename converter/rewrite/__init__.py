@@ -166,11 +166,11 @@ def rewrite(
             placeholders = find(graph, *_PLACEHOLDER)
             said = calls.said(placeholders)
             if len(placeholders) < num_layers:
-                raise _error(num_layers, len(placeholders), outcome.refusals)
+                raise _error(attention, num_layers, len(placeholders), outcome.refusals)
         if outcome.count < expected:
-            raise _error(expected, outcome.count, outcome.refusals)
+            raise _error(attention, expected, outcome.count, outcome.refusals)
     if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
-        raise _error(len(placeholders), len(placeholders), stray)
+        raise _error(attention, len(placeholders), len(placeholders), stray)
     _require_causal(masks)
     windows, differences = calls.check(said, masks)
     return RewriteReport(counts, (*refusals, *differences), windows)
@@ -193,10 +193,16 @@ def _count_layers(graph: gs.Graph) -> int:
     return next(layer for layer in itertools.count() if names.past_key(layer) not in inputs)
 
 
-def _error(expected: int, found: int, refusals: tuple[Refusal, ...]) -> RewriteError:
+def _error(
+    attention: AttentionFlavour, expected: int, found: int, refusals: tuple[Refusal, ...]
+) -> RewriteError:
+    remedy = (
+        "Use --attention flash."
+        if attention == "gqa"
+        else "Please report this model; another --attention may work."
+    )
     return RewriteError(
-        f"{found} of {expected} attention nodes could be rewritten, but {refusals[0]}. "
-        f"Please report this model; another --attention may work.",
+        f"{found} of {expected} attention nodes could be rewritten, but {refusals[0]}. {remedy}",
         expected=expected,
         found=found,
         refusals=[str(refusal) for refusal in refusals],

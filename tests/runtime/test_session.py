@@ -136,6 +136,14 @@ def test_caches_of_one_session_interleave(session):
     assert_close(logits[0, -1], DECODER.reference(TOKENS[:6])[-1])
 
 
+def test_mask_counts_what_is_not_zero(session):
+    ones, twos = ([[number] * len(TOKENS)] for number in (1, 2))
+    logits = [
+        session.run(session.new_cache(1, 32), [TOKENS], attention_mask=m) for m in (ones, twos)
+    ]
+    np.testing.assert_array_equal(*logits)
+
+
 def test_position_ids_are_taken(session):
     logits = session.run(session.new_cache(1, 32), [TOKENS], position_ids=[range(1, 13)])
     assert np.abs(logits[0, -1] - DECODER.reference(TOKENS)[-1]).max() > 100 * TOLERANCE
