@@ -9,7 +9,7 @@ PYTHON_FOLDERS := src converter runtime custom_ops tests recipes
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo dev test test-fast test-native test-real test-all lint fix docs models-table clean
+.PHONY: help demo dev test test-fast test-kinds test-native test-real test-all lint fix docs models-table clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -38,10 +38,13 @@ demo: $(VENV)/.kvconv $(DEMO)/kvconv.json  ## install, export the demo model, an
 
 dev: $(VENV)/.dev  ## make .venv with everything that development needs
 
-test: test-fast test-native test-real  ## all tests that CI runs
+test: test-fast test-kinds test-native test-real  ## all tests that CI runs
 
 test-fast: $(VENV)/.dev  ## tests on random models and hand-built graphs, under three minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kinds and not real and not slow"
+
+test-kinds: $(VENV)/.dev  ## tests that trace and export tiny decoders of every kind
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "kinds and not slow"
 
 test-native:  ## the C++ tests and the shape fuzzer under ASan and UBSan
 	@command -v cmake >/dev/null || { $(MAKE) $(VENV)/.dev && $(PIP) cmake; }

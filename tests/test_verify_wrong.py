@@ -22,6 +22,7 @@ from wrong_bundles import (
     unscale_rope,
 )
 
+pytestmark = pytest.mark.kinds
 ALL = {
     "whole prefill",
     "decode, 16 steps",

@@ -26,6 +26,7 @@ from kvconv.errors import RewriteError
 from rewrite_graphs import open_session, run
 from tiny_decoders import CONFIGS, OWN_ATTENTION, WINDOW
 
+pytestmark = pytest.mark.kinds
 _COS = names.FLASH_ATTENTION_INPUTS.index("cos")
 BATCH, TOKENS, CAPACITY = 3, 14, 17
 WINDOWS = {

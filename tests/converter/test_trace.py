@@ -69,6 +69,7 @@ def pytorch_logits(model):
     return output.logits.numpy(), attention_mask.numpy().astype(bool)
 
 
+@pytest.mark.kinds
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_trace_agrees_with_pytorch_in_one_run_and_in_chunks(traced, model_type):
     model, spec, path = traced(model_type)
@@ -142,6 +143,7 @@ def test_placeholders_say_what_the_attention_call_said(traced):
     assert first.attributes["scale"].as_float() == pytest.approx(20**-0.5)
 
 
+@pytest.mark.kinds
 @pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t not in OWN_ATTENTION])
 def test_masks_are_materialised_and_present_is_the_concatenation(traced, model_type):
     nodes = placeholders(traced(model_type)[2])
