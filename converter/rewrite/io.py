@@ -4,9 +4,11 @@ from pathlib import Path
 
 import onnx
 import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from kvconv import names
 
+G_LOGGER.severity = G_LOGGER.ERROR  # its warnings go to stdout, which is for results
 _OVERRIDABLE = (names.NUM_LOGITS_TO_KEEP,)
 _VERSIONS = {names.OP_DOMAIN: names.OP_VERSION, names.ORT_DOMAIN: 1}
 """Versions of the operator domains that rules write."""

@@ -85,3 +85,16 @@ def test_write_graph_keeps_num_logits_to_keep_overridable_when_read_again(tmp_pa
     assert names.NUM_LOGITS_TO_KEEP in inputs
     assert onnx.numpy_helper.to_array(initializer) == np.array(0)
     onnx.checker.check_model(str(second))
+
+
+def test_types_that_numpy_lacks_leave_stdout_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [1]) for name in "xy"
+    ]
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "bfloat16", entries[:1], entries[1:])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+    read_graph(tmp_path / "model.onnx")
+    assert capsys.readouterr().out == ""
