@@ -78,7 +78,7 @@ def check_prompts(attention: AttentionFlavour, prompts: Sequence[Sequence[int]])
 
 def _refusal(attention: AttentionFlavour, what: str) -> FlavourError:
     return FlavourError(
-        f"The {attention} flavour of this bundle {what}. Run the sequences one by one (batch size "
-        f"1, unpadded), or export the model with --attention flash.",
+        f"The {attention} flavour of this bundle {what}. Run the sequences one by one, "
+        f"unpadded (--batch-size 1), or export the model with --attention flash.",
         attention=attention,
     )

@@ -1,13 +1,17 @@
 """`kvconv run` on a tiny bundle, in process; signals and pipes in a process of their own."""
 
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvconv.cli import main
+from kvconv.manifest import read_manifest
 from kvconv.plan import kv_cache_bytes
 from kvconv.runtime import Generator, SamplingParams
 from tiny_bundle import MAX_SEQUENCE_LENGTH, letter_decoder, write_bundle
@@ -103,6 +107,16 @@ def test_chat_template_wraps_the_prompt(bundle):
     assert chat["prompt"] == PROMPT
     wrapped = len("[user] Hello\n[assistant] ") + 1
     assert chat["stats"]["prompt_tokens"] == wrapped != plain["stats"]["prompt_tokens"]
+
+
+def test_raw_prompt_that_ends_at_once_is_told_of_the_chat_template(bundle, tmp_path):
+    first = json.loads(run(bundle, PROMPT, *NINE, "--json").stdout)["token_ids"][0]
+    folder = str(shutil.copytree(bundle, tmp_path / "ends"))
+    dataclasses.replace(read_manifest(Path(folder)), eos_token_ids=(first,)).write(Path(folder))
+    result = run(folder, PROMPT, *NINE)
+    assert result.stdout == "\n"
+    assert "With --chat-template" in result.stderr
+    assert "With --chat-template" not in run(folder, PROMPT, *NINE, "--chat-template").stderr
 
 
 def test_stop_cuts_the_text(bundle, answer):

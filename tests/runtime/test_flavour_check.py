@@ -70,7 +70,7 @@ def test_mask_that_is_not_ones_is_refused(session, row, slot, value):
     mask = np.ones((2, 6), np.int64)
     mask[row, slot] = value
     message = (
-        f"gqa flavour .* attention_mask is {value} in row {row}, slot {slot}.*batch size 1.*flash"
+        f"gqa flavour .* attention_mask is {value} in row {row}, slot {slot}.*--batch-size 1.*flash"
     )
     with pytest.raises(FlavourError, match=message) as caught:
         session.run(cache, [TOKENS[:6], OTHERS[:6]], attention_mask=mask)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvconv.cli.chat import Chat
-from kvconv.cli.common import Command, needs_extra
+from kvconv.cli.common import Command, needs_extra, print_status
 from kvconv.cli.generation import generate, print_stats
 from kvconv.cli.model_cache import (
     ModelOptions,
@@ -19,6 +19,7 @@ from kvconv.cli.prompts import read_prompts
 from kvconv.cli.sampling_options import sampling_options, sampling_params
 from kvconv.cli.text_input import read_stdin, to_text
 from kvconv.errors import KvconvError
+from kvconv.names import CHAT_TEMPLATE_FILE
 
 _BATCH_SIZE = 8
 
@@ -162,6 +163,9 @@ def command(
     else:
         prompt_ids = generator.encode(text)
     answer, took = generate(generator, prompt_ids, params, is_streamed=not as_json)
+    is_empty = not answer.text and answer.finish_reason == "eos"
+    if is_empty and not chat_template and (path / CHAT_TEMPLATE_FILE).exists():
+        print_status("The model ended at once. With --chat-template it takes PROMPT as a question.")
     if as_json:
         answer.print_json(text, took if stats else None)
     else:

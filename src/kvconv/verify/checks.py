@@ -50,8 +50,8 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
 
     # 4. left-padded batch, or one of equal lengths
-    not_checked = reference.not_checked
-    if not FLAVOURS[manifest.attention].padding:
+    flavour, not_checked = FLAVOURS[manifest.attention], reference.not_checked
+    if not flavour.padding:
         check("equal-length batch", *_equal_batch(session, prompt, again))
         not_checked += (f"left-padded batch: the {manifest.attention} flavour takes no padding",)
     elif reference.rows:
@@ -59,6 +59,8 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
             "left-padded batch",
             *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
         )
+    if not flavour.batched_chunks:
+        not_checked += (f"chunks of a batch: the {manifest.attention} flavour takes none",)
 
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",
