@@ -4,6 +4,8 @@ Keys and values stay where they are; a run takes token ids and gives logits. Eve
 refused (op version, provider, graph names, capacity, shapes) is refused before anything runs.
 """
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
@@ -37,6 +39,8 @@ class Session:
         provider: `cpu` or `cuda`.
         use_bundle_library: Load the op library that came with the bundle, which is code from
             whoever made the bundle, instead of the installed one.
+        profile: Let ONNX Runtime note the time of every node, for a file whose name begins so;
+            `end_profile` writes it. None for full speed.
 
     Raises:
         LibraryError: The op library is absent, too old, or refused by ONNX Runtime.
@@ -51,6 +55,7 @@ class Session:
         threads: int | None = None,
         provider: Provider = "cpu",
         use_bundle_library: bool = False,
+        profile: Path | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}; it must be at least 1")
@@ -66,6 +71,9 @@ class Session:
                 )
         providers = execution_providers(bundle, provider)
         options = session_options(threads)
+        if profile is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(profile)
         register_library(options, bundle, use_bundle_library)
         try:
             self._session = onnxruntime.InferenceSession(
@@ -211,6 +219,10 @@ class Session:
             ) from error
         cache.commit_run(sequence_length)
         return logits
+
+    def end_profile(self) -> Path:
+        """Write the profile of a session that was made with one, and return the JSON file."""
+        return Path(self._session.end_profiling())
 
     def _check_names(self) -> None:
         """The graph must take and give what the manifest says, and what every run binds."""
