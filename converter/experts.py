@@ -7,15 +7,15 @@ by Split (of the rows), one MatMul per expert, and Concat; an expert to which no
 multiplies no rows. The router and the activation are traced as the model has them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import torch
 from transformers.integrations.moe import ExpertsInterface
 
 from kvconv import names
+from kvconv.converter.linear_weight import LinearWeight, Rows
 
 EXPERTS_NAME = "kvconv"
 """Name under which transformers knows our experts function."""
@@ -130,24 +130,28 @@ def _matrices(stack: ir.Value, is_transposed: bool) -> list[ir.Value]:
     tensor = stack.const_value
     assert tensor is not None
     num_experts, *sizes = tensor.shape.numpy()
-    shape = ir.Shape(sizes if is_transposed else sizes[::-1])
+    in_features, out_features = sizes if is_transposed else reversed(sizes)
     values = []
     for expert in range(num_experts):
         name = f"{stack.name}.{expert}"
-        lazy = ir.LazyTensor(
-            _matrix(tensor, expert, is_transposed), dtype=tensor.dtype, shape=shape, name=name
+        lazy = LinearWeight(
+            name,
+            [_matrix(tensor, expert, is_transposed)],
+            [out_features],
+            in_features=in_features,
+            dtype=tensor.dtype,
         )
         values.append(
-            ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=lazy)
+            ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=lazy.shape, const_value=lazy
+            )
         )
     return values
 
 
-def _matrix(
-    tensor: ir.TensorProtocol, expert: int, is_transposed: bool
-) -> Callable[[], ir.TensorProtocol]:
-    def make() -> ir.TensorProtocol:
+def _matrix(tensor: ir.TensorProtocol, expert: int, is_transposed: bool) -> Rows:
+    def rows() -> npt.NDArray[Any]:
         matrix = tensor.numpy()[expert]
-        return ir.Tensor(np.ascontiguousarray(matrix if is_transposed else matrix.T))
+        return matrix.T if is_transposed else matrix
 
-    return make
+    return rows

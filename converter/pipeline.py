@@ -131,6 +131,7 @@ def _trace(
     with stages("load"):
         from kvconv.converter.decoder_spec import describe
         from kvconv.converter.load import load_model
+        from kvconv.converter.packed import pack
         from kvconv.converter.quiet import quiet
         from kvconv.converter.simplify import simplify
         from kvconv.converter.trace import trace
@@ -158,6 +159,7 @@ def _trace(
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
+        pack(graph)
         simplify(graph)
         release_memory()
     with stages("write weights"):

@@ -7,13 +7,12 @@ hidden_size], because the embedding gathers its rows: there the LM head becomes 
 reads it that way.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from kvconv.converter import experts
+from kvconv.converter.linear_weight import LinearWeight
 from kvconv.names import MODEL_FILE, WEIGHTS_FILE
 
 INLINE_BYTES = 1024
@@ -67,14 +66,8 @@ def _store_transposed(graph: ir.Graph, weight: ir.Value, transposes: list[ir.Nod
     assert tensor is not None
     assert name is not None
     rows, columns = _sizes(tensor)
-    transposed = ir.Value(
-        name=name,
-        type=weight.type,
-        shape=ir.Shape([columns, rows]),
-        const_value=ir.LazyTensor(
-            _transposed(tensor), dtype=tensor.dtype, shape=ir.Shape([columns, rows]), name=name
-        ),
-    )
+    stored = LinearWeight(name, [tensor.numpy], [rows], in_features=columns, dtype=tensor.dtype)
+    transposed = ir.Value(name=name, type=weight.type, shape=stored.shape, const_value=stored)
     for transpose in transposes:
         transpose.outputs[0].replace_all_uses_with(transposed)
         graph.remove(transpose, safe=True)
@@ -84,10 +77,6 @@ def _store_transposed(graph: ir.Graph, weight: ir.Value, transposes: list[ir.Nod
 
 def _sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(tensor.numpy().shape)
-
-
-def _transposed(tensor: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
-    return lambda: ir.Tensor(np.ascontiguousarray(tensor.numpy().T))
 
 
 def _multiply_by_gemm(graph: ir.Graph, weight: ir.Value, transpose: ir.Node) -> None:

@@ -89,6 +89,7 @@ def traced(made_once: Callable[..., Path]) -> Callable[[str], Any]:
     """Give a factory of traces: model type -> (PyTorch model, spec, path of the traced graph)."""
     from kvconv import names
     from kvconv.converter.decoder_spec import describe
+    from kvconv.converter.packed import pack
     from kvconv.converter.simplify import simplify
     from kvconv.converter.trace import trace
     from kvconv.converter.weights import lay_out, save
@@ -102,6 +103,7 @@ def traced(made_once: Callable[..., Path]) -> Callable[[str], Any]:
         def fill(folder: Path) -> None:
             graph = trace(model, spec, opset=23)
             lay_out(graph)
+            pack(graph)
             simplify(graph)
             save(graph, folder)
 

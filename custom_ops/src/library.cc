@@ -35,13 +35,12 @@ extern "C" KVCONV_EXPORT kvconv::ort::Status* RegisterCustomOps(
   if (api == nullptr) {
     // This ONNX Runtime is older; version 1 has all that a status needs.
     const ort::Api* oldest = base->get_api(1);
-    return kvconv::guarded(oldest, [&] {
-      throw kvconv::OpError{kvconv::text("kvconv's op library needs ONNX Runtime 1.",
-                                         ort::kApiVersion, " or newer; this is ",
-                                         base->get_version_string(), ".")};
+    return kvconv::guarded(oldest, "kvconv", [&] {
+      kvconv::refuse(kvconv::text("the op library needs ONNX Runtime 1.", ort::kApiVersion,
+                                  " or newer; this is ", base->get_version_string(), "."));
     });
   }
-  return kvconv::guarded(api, [&] {
+  return kvconv::guarded(api, "kvconv", [&] {
     kvconv::throw_if_failed(ort::add_custom_op_domain(api, options, kvconv::domain(api)));
   });
 }

@@ -1,6 +1,9 @@
 // Reading a node and making its outputs, over the C ABI.
 #include "op_support.h"
 
+#include <algorithm>
+#include <thread>
+
 namespace kvconv {
 namespace {
 
@@ -22,6 +25,16 @@ void throw_if_other_type(const ort::Api* api, const ort::KernelInfo* info, const
       succeeded(api, ort::get_attribute_string(api, info, name, nullptr, &size))) {
     refuse(text("attribute ", name, " must be ", wanted, "."));
   }
+}
+
+constexpr std::align_val_t kAlignment{64};
+
+thread_local Workspace thread_workspace;
+
+std::int64_t num_workers() {
+  static const std::int64_t count =
+      std::clamp<std::int64_t>(std::thread::hardware_concurrency(), 1, 256);
+  return count;
 }
 
 }  // namespace
@@ -57,8 +70,7 @@ void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t 
   ort::Value* value = nullptr;
   throw_if_failed(ort::get_output(api, context, index, shape.data(), shape.size(), &value));
   if (value == nullptr) {
-    refuse(text("output ", index,
-                " is absent; output, present_key and present_value must all be there."));
+    refuse(text("output ", index, " is absent; every output that this op makes must be there."));
   }
   void* data = nullptr;
   throw_if_failed(ort::get_tensor_mutable_data(api, value, &data));
@@ -92,6 +104,35 @@ std::string read_string(const ort::Api* api, const ort::KernelInfo* info, const 
   throw_if_failed(ort::get_attribute_string(api, info, name, value.data(), &size));
   value.resize(size > 0 ? size - 1 : 0);
   return value;
+}
+
+void Workspace::reserve(std::size_t bytes) {
+  if (bytes <= bytes_) return;
+  memory_.reset();
+  bytes_ = 0;
+  memory_.reset(::operator new(bytes, kAlignment));
+  bytes_ = bytes;
+}
+
+void Workspace::Delete::operator()(void* memory) const { ::operator delete(memory, kAlignment); }
+
+BorrowedWorkspace::BorrowedWorkspace(std::size_t bytes)
+    : workspace_(std::exchange(thread_workspace, Workspace())) {
+  workspace_.reserve(bytes);
+}
+
+BorrowedWorkspace::~BorrowedWorkspace() { thread_workspace = std::move(workspace_); }
+
+ParallelFor Pool::parallel_for() { return {run, this, num_workers()}; }
+
+void Pool::throw_if_failed() const { kvconv::throw_if_failed(failure_); }
+
+void Pool::run(void* pool, void (*task)(void*, std::size_t), void* data, std::size_t count) {
+  Pool* self = static_cast<Pool*>(pool);
+  ort::Status* status = ort::parallel_for(self->api_, self->context_, task, count, 0, data);
+  if (status == nullptr) return;
+  if (self->failure_ != nullptr) ort::release_status(self->api_, self->failure_);
+  self->failure_ = status;
 }
 
 }  // namespace kvconv

@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace kvconv {
+#include "kvconv/kernel.h"
 
-enum class DataType : std::uint8_t { kFloat32, kFloat16, kBFloat16 };
+namespace kvconv {
 
 // One run of the op on the CPU: every pointer and size, already checked by the op's face. A kernel
 // appends the new keys (rotated) and values to the cache, then attends; it cannot fail.
@@ -39,12 +39,15 @@ struct AttentionParams {
   DataType activation_type = DataType::kFloat32;  // query, key, value, attention_bias, output
   DataType cache_type = DataType::kFloat32;       // past and present
 
-  const void* query = nullptr;       // [B, S, N, H]
-  const void* key = nullptr;         // [B, S, K, H]
-  const void* value = nullptr;       // [B, S, K, Hv]
-  const void* past_key = nullptr;    // [B, K, C, H]; slots before past_sequence_length are read
-  const void* past_value = nullptr;  // [B, K, C, Hv]
-  void* present_key = nullptr;       // the same memory as past_key, or apart from it
+  const void* query = nullptr;          // [B, S, N, H]
+  const void* key = nullptr;            // [B, S, K, H]
+  const void* value = nullptr;          // [B, S, K, Hv]
+  std::int64_t query_token_stride = 0;  // elements from one token's heads to the next token's:
+  std::int64_t key_token_stride = 0;    // more than the heads take where query, key and value
+  std::int64_t value_token_stride = 0;  // are packed into one tensor
+  const void* past_key = nullptr;       // [B, K, C, H]; slots before past_sequence_length are read
+  const void* past_value = nullptr;     // [B, K, C, Hv]
+  void* present_key = nullptr;          // the same memory as past_key, or apart from it
   void* present_value = nullptr;
   void* output = nullptr;  // [B, S, N, Hv]
 
@@ -57,15 +60,6 @@ struct AttentionParams {
   std::int64_t bias_strides[4] = {};     // elements, of batch, head, query and slot; 0 = broadcast
   const float* alibi_slopes = nullptr;   // [N]: slope * (slot - query's slot) is added; may be null
   const float* head_sink = nullptr;      // [N]: one more logit in the softmax; may be null
-};
-
-// How a kernel gets its threads: run(pool, task, data, count) calls task(data, i) once for every i
-// in [0, count), on any thread, and returns when all are done. A task must not throw.
-struct ParallelFor {
-  void (*run)(void* pool, void (*task)(void* data, std::size_t index), void* data,
-              std::size_t count) = nullptr;
-  void* pool = nullptr;
-  std::int64_t num_workers = 1;  // more than this many tasks never run at once
 };
 
 // A build of the flash kernel for one instruction set.
