@@ -172,7 +172,7 @@ class Session:
         ids = _int64("input_ids", input_ids)
         if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
             raise ValueError(f"input_ids is {ids.shape}; it must be [{cache.batch_size}, >= 1]")
-        for token_id in (ids.min(), ids.max()):
+        for token_id in (ids.item(),) if ids.size == 1 else (ids.min(), ids.max()):
             if not 0 <= token_id < self.manifest.vocab_size:
                 raise ValueError(
                     f"input_ids holds {token_id}; token ids are at least 0 and below vocab_size "
@@ -201,15 +201,13 @@ class Session:
             raise ValueError(f"out is {logits.dtype} {logits.shape}; it must be float32 {shape}")
 
         binding = cache.prepare_run(sequence_length)
-        binding.bind_cpu_input(names.INPUT_IDS, ids)
-        binding.bind_cpu_input(names.ATTENTION_MASK, mask)
+        cache.arrays.bind_input(names.INPUT_IDS, ids)
         if names.POSITION_IDS in self.manifest.inputs:
-            binding.bind_cpu_input(names.POSITION_IDS, positions)
-        # bind_cpu_input does not find overridable initializers.
-        keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(num_logits_to_keep, np.int64))
-        binding.bind_ortvalue_input(names.NUM_LOGITS_TO_KEEP, keep)
-        value = onnxruntime.OrtValue.ortvalue_from_numpy(logits)
-        binding.bind_ortvalue_output(names.LOGITS, value)
+            cache.arrays.bind_input(names.POSITION_IDS, positions)
+        cache.arrays.bind_input(names.NUM_LOGITS_TO_KEEP, np.array(num_logits_to_keep, np.int64))
+        # As wide as the cache is full: another shape in every run, so the caller's memory serves.
+        binding.bind_cpu_input(names.ATTENTION_MASK, mask)
+        cache.arrays.bind_output(names.LOGITS, logits)
         try:
             self._session.run_with_iobinding(binding)
         except ORT_ERRORS as error:

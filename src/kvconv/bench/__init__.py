@@ -8,6 +8,7 @@ when their runs take turns on an idle machine (`compare`).
 from kvconv.bench.comparison import Ratio, compare
 from kvconv.bench.measurement import Measurement
 from kvconv.bench.point import Point, to_points
+from kvconv.bench.profiling import Profile, profile
 from kvconv.bench.sample import Sample
 
-__all__ = ["Measurement", "Point", "Ratio", "Sample", "compare", "to_points"]
+__all__ = ["Measurement", "Point", "Profile", "Ratio", "Sample", "compare", "profile", "to_points"]

@@ -37,7 +37,7 @@ def compare(
     batch: int,
     repeats: int,
 ) -> Iterator[list[list[Sample]]]:
-    """Run one bundle or several, and yield the samples of each depth as soon as it is done.
+    """Run one bundle or several; returns what yields each depth's samples as soon as it is done.
 
     Args:
         measurements: One or more; they take turns, and every other round in reverse.
@@ -46,14 +46,25 @@ def compare(
         batch: Rows, >= 1.
         repeats: Rounds, >= 1.
 
-    Yields:
-        Per depth: per measurement, one sample a round.
+    Returns:
+        Per depth: per measurement, one sample a round. Without memory where there are several
+        measurements, for they share this process.
 
     Raises:
         CacheFullError: A depth does not fit one of them; nothing has run.
     """
     for measurement in measurements:
         measurement.check(contexts, gen=gen, batch=batch)
+    return _rounds(measurements, contexts, gen, batch, repeats)
+
+
+def _rounds(
+    measurements: Sequence[Measurement],
+    contexts: Sequence[int],
+    gen: int,
+    batch: int,
+    repeats: int,
+) -> Iterator[list[list[Sample]]]:
     for measurement in measurements:
         measurement.warm_up(batch)
     for context in contexts:
@@ -63,4 +74,6 @@ def compare(
             order = range(len(measurements))
             for i in order if round_index % 2 == 0 else reversed(order):
                 samples[i].append(measurements[i].run(prompts[i], gen))
+        if len(measurements) > 1:
+            samples = [[sample.without_memory() for sample in own] for own in samples]
         yield samples

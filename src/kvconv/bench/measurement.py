@@ -12,6 +12,7 @@ from kvconv.bench.sample import Load, Sample
 from kvconv.errors import CacheFullError, PromptError
 from kvconv.memory import peak_rss_mb, reset_peak_rss
 from kvconv.runtime import Bundle, Generator, SamplingParams, Session
+from kvconv.runtime.generator import PREFILL_CHUNK_TOKENS
 from kvconv.runtime.tokenizer import Tokenizer
 
 _SETTLE_S = 0.1
@@ -40,6 +41,7 @@ class Measurement:
         *,
         threads: int | None = None,
         use_bundle_library: bool = False,
+        prefill_chunk: int = PREFILL_CHUNK_TOKENS,
         profile: Path | None = None,
     ) -> "Measurement":
         """Load a bundle.
@@ -48,6 +50,7 @@ class Measurement:
             path: The bundle.
             threads: See `Session`.
             use_bundle_library: See `Session`.
+            prefill_chunk: See `Generator`.
             profile: See `Session`.
 
         Raises:
@@ -62,7 +65,7 @@ class Measurement:
             use_bundle_library=use_bundle_library,
             profile=profile,
         )
-        return cls(Generator(session, Tokenizer.open(bundle)))
+        return cls(Generator(session, Tokenizer.open(bundle), prefill_chunk=prefill_chunk))
 
     def check(self, contexts: Sequence[int], *, gen: int, batch: int) -> None:
         """Refuse what cannot run; runs nothing.

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
@@ -39,6 +39,10 @@ class Sample:
     def num_decoded(self) -> int:
         """New ids of a row behind the first."""
         return len(self.token_ids) - 1
+
+    def without_memory(self) -> "Sample":
+        """Return the same without its memory, which was not that of one bundle alone."""
+        return replace(self, prefill_peak_rss_mb=None, peak_rss_mb=None)
 
 
 class Load:

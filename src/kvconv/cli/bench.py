@@ -1,16 +1,19 @@
 """`kvconv bench`: how fast a bundle runs here, and what memory it takes."""
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvconv.cli.common import Command, needs_extra, print_json, print_status
-
-if TYPE_CHECKING:
-    from kvconv.bench import Measurement, Point
+from kvconv.cli.bench_report import (
+    describe,
+    print_header,
+    print_json_points,
+    print_point,
+    print_profiles,
+    print_ratio,
+)
+from kvconv.cli.common import Command, needs_extra, prefill_chunk_option, print_status
 
 
 class Depths(click.ParamType[tuple[int, ...]]):
@@ -55,9 +58,22 @@ class Depths(click.ParamType[tuple[int, ...]]):
     "--threads", type=click.IntRange(1, 256), envvar="KVCONV_THREADS", show_envvar=True,
     metavar="N", help="Threads; default: one per core.",
 )  # fmt: skip
+@prefill_chunk_option
 @click.option(
     "--use-bundle-library", is_flag=True,
     help="Run the op library inside the bundle: code from whoever made it.",
+)  # fmt: skip
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="BUNDLE2",
+    help="Take turns with another bundle, and print how many times as fast BUNDLE is.",
+)  # fmt: skip
+@click.option(
+    "--profile", "is_profiled", is_flag=True,
+    help="Run each depth once more under ONNX Runtime's profiler; print the time by operator.",
+)  # fmt: skip
+@click.option(
+    "--plot", "chart", type=click.Path(path_type=Path), metavar="FILE.png",
+    help='Draw tokens/s over depth; needs pip install "kvconv[plot]".',
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line per point.")
 def command(
@@ -67,7 +83,11 @@ def command(
     repeats: int,
     batch: int,
     threads: int | None,
+    prefill_chunk: int,
     use_bundle_library: bool,
+    against: Path | None,
+    is_profiled: bool,
+    chart: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how fast BUNDLE runs, as `kvconv run` would run it.
@@ -75,6 +95,8 @@ def command(
     \b
     kvconv bench smollm2 --depths 128,2048 --gen 64 --repeats 3 --threads 2
     kvconv bench smollm2 --batch 8 --depths 512 --json
+    kvconv bench smollm2-int4 --against smollm2 --plot speed.png
+    kvconv bench smollm2 --depths 128 --repeats 1 --profile
 
     What is timed: a run feeds random token ids (a fixed seed, no special ones) and never ends at
     EOS. `prefill` is from the call until the first new id is on the host: the cache is allocated,
@@ -83,60 +105,74 @@ def command(
     does not count. Loading the bundle is not timed.
 
     TTFT is the seconds of the prefill, TPOT those of one decoded id of a row. The memory is what
-    the process held at most until the phase ended, the model included (Linux only). A decode step
-    reads the weights once and the cache; `of read bandwidth` compares that with how fast the
-    machine read 512 MB just before. Cores that other processes kept busy are reported, because on
-    a busy machine no figure is worth much.
+    the process held at most until the phase ended, the model included (Linux only; not with
+    --against, where two models share the process). A decode step reads the weights once and the
+    cache; `of read bandwidth` compares that with how fast the machine read 512 MB just before.
+    Cores that other processes kept busy are reported, because on a busy machine no figure is worth
+    much; ratios of --against are of runs that took turns.
     """  # noqa: D301 - click wants the control character that \b stands for
     with needs_extra("cpu"):
-        from kvconv.bench import Measurement, compare, to_points
+        from kvconv.bench import Measurement, Point, Ratio, compare, profile, to_points
         from kvconv.bench.machine import read_bandwidth, usable_cores
         from kvconv.bench.traffic import weight_bytes
-    measurement = Measurement.open(bundle, threads=threads, use_bundle_library=use_bundle_library)
-    measurement.check(depths, gen=gen, batch=batch)
-    opened = measurement.generator.session
-    weights = weight_bytes(opened.bundle)
-    bandwidth = read_bandwidth(threads or usable_cores())
-    if not as_json:
-        print_header(measurement, threads or usable_cores(), bandwidth)
-    for samples in compare([measurement], depths, gen=gen, batch=batch, repeats=repeats):
-        points = to_points(samples[0], opened.manifest, weights=weights, bandwidth=bandwidth)
-        print_points(points, as_json=as_json, bundle=bundle)
-    if weights is None:
-        print_status('Bytes per token were not counted: that needs pip install "kvconv[export]"')
+    if chart is not None:
+        with needs_extra("plot"):
+            from kvconv.bench.chart import check_chart, draw_chart
 
-
-def print_header(measurement: "Measurement", threads: int, bandwidth: float) -> None:
-    """Say what is measured, and name the table's columns."""
-    manifest = measurement.generator.session.manifest
-    click.echo(
-        f"{manifest.source.model}, {manifest.attention}, weights {manifest.weights_dtype}, cache "
-        f"{manifest.cache_layers[0].dtype}, {threads} threads; memory is read at "
-        f"{bandwidth / 1e9:.1f} GB/s"
-    )
-    click.echo(
-        f"{'':8}{'context':>8}{'batch':>6}{'tokens/s':>10}{'seconds':>9}{'TTFT/TPOT':>13}"
-        f"{'peak MB':>9}{'MB/token':>9}{'of read bandwidth':>18}"
-    )
-
-
-def print_points(points: "Sequence[Point]", *, as_json: bool, bundle: Path) -> None:
-    """Write points to stdout: JSON lines, or rows of the table."""
-    for point in points:
-        if as_json:
-            print_json({"bundle": bundle.name, **dataclasses.asdict(point)})
-            continue
-        latency = f"{point.ttft_ms or point.tpot_ms:.2f} ms"
-        peak = "" if point.peak_rss_mb is None else f"{point.peak_rss_mb:.0f}"
-        traffic = "" if point.bytes_per_token is None else f"{point.bytes_per_token / 1e6:.1f}"
-        percent = point.percent_of_read_bandwidth
-        click.echo(
-            f"{point.what:8}{point.context:8d}{point.batch:6d}{point.tokens_per_s:10.1f}"
-            f"{point.seconds:9.3f}{latency:>13}{peak:>9}{traffic:>9}"
-            f"{'' if percent is None else f'{percent:.0f}%':>18}{_busy_remark(point)}"
+            check_chart(chart)
+    paths = [bundle] if against is None else [bundle, against]
+    labels = [path.name for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = [str(path) for path in paths]
+    measurements = [
+        Measurement.open(
+            path,
+            threads=threads,
+            use_bundle_library=use_bundle_library,
+            prefill_chunk=prefill_chunk,
         )
-
-
-def _busy_remark(point: "Point") -> str:
-    others = point.other_cores
-    return f"  ({others:.1f} cores were busy with something else)" if (others or 0) > 0.1 else ""
+        for path in paths
+    ]
+    runs = compare(measurements, depths, gen=gen, batch=batch, repeats=repeats)
+    sessions = [measurement.generator.session for measurement in measurements]
+    weights = [weight_bytes(session.bundle) for session in sessions]
+    num_threads = threads or usable_cores()
+    bandwidth = read_bandwidth(num_threads)
+    if not as_json:
+        for label, measurement in zip(labels, measurements, strict=True):
+            describe(label, measurement)
+        print_header(num_threads, bandwidth)
+    drawn: dict[str, list[Point]] = {label: [] for label in labels}
+    for samples in runs:
+        both = [
+            to_points(own, session.manifest, weights=count, bandwidth=bandwidth)
+            for own, session, count in zip(samples, sessions, weights, strict=True)
+        ]
+        for phase in zip(*both, strict=True):
+            points = dict(zip(labels, phase, strict=True))
+            ratio = Ratio.of(*(point.runs for point in phase)) if against is not None else None
+            for label, point in points.items():
+                drawn[label].append(point)
+                if not as_json:
+                    print_point(point, label if against is not None else "")
+            if as_json:
+                print_json_points(points, ratio, num_threads)
+            elif ratio is not None:
+                print_ratio(ratio)
+    if None in weights:
+        print_status('Bytes per token were not counted: that needs pip install "kvconv[export]"')
+    if chart is not None:
+        draw_chart(drawn, chart)
+    if is_profiled:
+        for path, label in zip(paths, labels, strict=True):
+            for depth in depths:
+                profiles = profile(
+                    path,
+                    depth,
+                    gen=gen,
+                    batch=batch,
+                    threads=threads,
+                    use_bundle_library=use_bundle_library,
+                    prefill_chunk=prefill_chunk,
+                )
+                print_profiles(label, profiles, as_json=as_json)
