@@ -44,11 +44,11 @@ _PER_SPREAD: dict[str, tuple[float, float, float | None]] = {
     "float16": (0.06, 0.02, None),
     # Weights that are rounded: another model, close to the one that PyTorch runs. A wrong mask,
     # rotation, softcap or window is farther off.
-    "int8": (1.0, 0.3, 0.02),
-    "int4": (3.0, 1.2, 0.2),
+    "int8": (0.5, 0.3, 0.02),
+    "int4": (3.0, 3.0, 0.3),
     # The same bundle run in other pieces, with activations that become 8-bit integers: a
     # difference in the last bit of a float is one step of such an integer, now and then.
-    "rounded activations": (0.5, 0.15, 0.01),
+    "rounded activations": (0.35, 0.15, None),
 }
 """What is compared -> Limits of logits with standard deviation 1; no KL for float: see `of`."""
 
