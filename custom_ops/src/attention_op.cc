@@ -28,12 +28,6 @@ bool is_float(ort::ElementType type) {
   return type == ort::kFloat32 || type == ort::kFloat16 || type == ort::kBFloat16;
 }
 
-DataType data_type(ort::ElementType type) {
-  if (type == ort::kFloat16) return DataType::kFloat16;
-  if (type == ort::kBFloat16) return DataType::kBFloat16;
-  return DataType::kFloat32;
-}
-
 void compute(const FlashAttentionNode& node, ort::KernelContext* context) {
   // 1. Read and check everything, before anything is written.
   AttentionInputs inputs;

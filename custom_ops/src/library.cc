@@ -1,6 +1,8 @@
 // The library's one export: RegisterCustomOps, which ONNX Runtime calls for a session.
 #include "attention_op.h"
+#include "gated_activation_op.h"
 #include "kvconv/ort_abi.h"
+#include "matmul_op.h"
 #include "op_support.h"
 
 namespace kvconv {
@@ -11,8 +13,10 @@ ort::CustomOpDomain* domain(const ort::Api* api) {
   static ort::CustomOpDomain* const shared = [api] {
     ort::CustomOpDomain* created = nullptr;
     throw_if_failed(ort::create_custom_op_domain(api, "kvconv", &created));
-    for (const ort::CustomOp* op : attention_ops()) {
-      throw_if_failed(ort::custom_op_domain_add(api, created, op));
+    for (const auto& ops : {attention_ops(), matmul_ops(), gather_ops(), gated_activation_ops()}) {
+      for (const ort::CustomOp* op : ops) {
+        throw_if_failed(ort::custom_op_domain_add(api, created, op));
+      }
     }
     return created;
   }();

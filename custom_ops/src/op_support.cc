@@ -39,6 +39,36 @@ std::int64_t num_workers() {
 
 }  // namespace
 
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string result = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    result += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return result + "]";
+}
+
+ort::ElementType element_type(DataType type) {
+  switch (type) {
+    case DataType::kFloat16:
+      return ort::kFloat16;
+    case DataType::kBFloat16:
+      return ort::kBFloat16;
+    default:
+      return ort::kFloat32;
+  }
+}
+
+DataType data_type(ort::ElementType type) {
+  if (type == ort::kFloat16) return DataType::kFloat16;
+  if (type == ort::kBFloat16) return DataType::kBFloat16;
+  return DataType::kFloat32;
+}
+
+void require_type(const Tensor& tensor, const char* name, ort::ElementType type) {
+  if (!tensor.exists || tensor.type == type) return;
+  refuse(text(name, " has ONNX element type ", tensor.type, "; this node takes ", type, "."));
+}
+
 Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index) {
   Tensor tensor;
   const ort::Value* value = nullptr;

@@ -71,6 +71,16 @@ struct Tensor {
   const void* data = nullptr;  // may be null when the tensor has no elements
 };
 
+// A shape as complaints spell it: [2, 3].
+std::string shape_text(const std::vector<std::int64_t>& shape);
+
+// The floating-point types of kernels and of ONNX.
+ort::ElementType element_type(DataType type);
+DataType data_type(ort::ElementType type);
+
+// Refuses an input of another type, unless it is absent.
+void require_type(const Tensor& tensor, const char* name, ort::ElementType type);
+
 Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index);
 
 // Makes output `index` with the shape and returns its memory; null when it has no elements.
