@@ -191,7 +191,9 @@ class NBitsWeight:
         )
 
     def _weight(self) -> torch.Tensor:
-        parts = [torch.from_numpy(np.require(rows(), requirements=["C", "W"])) for rows in self._rows]
+        parts = [
+            torch.from_numpy(np.require(rows(), requirements=["C", "W"])) for rows in self._rows
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _choose_scale_dtype(self) -> ir.DataType:
