@@ -178,7 +178,7 @@ def _trace(
             quantized, weights = quantize(graph, options)
         release_memory()
     if quantized is not None and verifier is not None:
-        with stages("reference of rounded weights"), quiet():
+        with stages("round"), quiet():
             for weight in weights:
                 weight.round()
             reference = verifier.reference(
