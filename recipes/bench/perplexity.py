@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,7 @@ class GenaiModel:
         """See `Model`."""
         start, self.length = self.length, self.length + len(chunk)
         binding = self.session.io_binding()
+        binding.bind_output("logits")
         binding.bind_cpu_input("input_ids", chunk[None])
         binding.bind_cpu_input("attention_mask", np.ones((1, self.length), np.int64))
         if self.takes_positions:
@@ -98,15 +99,9 @@ class GenaiModel:
         for name, buffer in self.buffers.items():
             binding.bind_ortvalue_input(name, buffer)
             binding.bind_ortvalue_output(name.replace("past_key_values", "present"), buffer)
-        binding.bind_output("logits")
         self.session.run_with_iobinding(binding)
-        return next(
-            value[0]
-            for value, output in zip(
-                binding.copy_outputs_to_cpu(), self.session.get_outputs(), strict=True
-            )
-            if output.name == "logits"
-        )
+        found: Logits = binding.get_outputs()[0].numpy()[0]
+        return found
 
 
 @dataclass
