@@ -3,9 +3,9 @@
 Usage: python recipes/bench/matmul.py [--shapes 960x576,...] [--rows 1,8,128,512,2048] [--bits 4]
        [--block-size 32] [--accuracy-level 4] [--zero-points] [--threads 2] [--seconds 0.4]
 
-Shapes are N x K: outputs x inputs; the defaults are SmolLM2-135M's, packed. Each graph holds several
-such products with weights of their own, so that weights come from beyond the processor's first
-caches, as they do in a model. The three take turns in one process; the medians are compared.
+Shapes are N x K: outputs x inputs; the defaults are SmolLM2-135M's, packed. Each graph holds
+several such products with weights of their own, so that weights come from beyond the processor's
+first caches, as they do in a model. The three take turns in one process; the medians are compared.
 """
 
 import argparse
