@@ -1,11 +1,12 @@
 // The matrix product over quantised weights. Compiled once per instruction set (KVCONV_USE_...);
 // kernels.cc picks one.
 //
-// The weights are read as they are stored, once per run: a task unpacks panels of rows, 16 to 32
-// at a time, into memory that stays in the processor's cache, lanes being rows, and multiplies each
-// with every row of the activations. Those are rounded to int8 once per run, in pieces with a scale
-// each; a piece's products are summed exactly, then scaled. The same code serves one row and
-// thousands, so a row's result does not depend on the others. Letters: see kvconv/quantized.h.
+// The weights are read as they are stored, once per run: a task unpacks panels of rows, 8 to 32 at
+// a time, into memory that stays in the processor's cache, lanes being rows, and multiplies each
+// with every row of the activations; for a few rows it does so word by word instead. Activations
+// are rounded to int8 once per run, in pieces with a scale each; a piece's products are summed
+// exactly, then scaled, piece after piece. All paths sum in that same order, so a row's result has
+// the same bits however many rows there are. Letters: see kvconv/quantized.h.
 //
 // Nothing here may call a shared inline function (no standard containers or algorithms): the
 // linker could pick this file's copy, compiled for newer processors, for everybody.
