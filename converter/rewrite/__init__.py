@@ -44,10 +44,13 @@ from kvconv.converter.rewrite import (
     eager,
     flash,
     float32_logits,
+    gated,
     gqa,
     heads,
     mask,
+    norm,
     num_logits,
+    packed_qkv,
     past_length,
     rotary,
     standard,
@@ -78,12 +81,12 @@ class Rule(Protocol):
         """Rewrite every match, in place."""
 
 
-_BEFORE: tuple[Rule, ...] = (tidy, past_length, eager)
+_BEFORE: tuple[Rule, ...] = (tidy, norm, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, *_FLASH, *_AFTER),
-    "gqa": (*_BEFORE, *_FLASH, gqa, *_AFTER),
+    "flash": (*_BEFORE, *_FLASH, packed_qkv, gated, *_AFTER),
+    "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
 _PLACEHOLDER = (names.TRACE_ATTENTION, names.TRACE_DOMAIN)
