@@ -72,6 +72,13 @@ class Checker {
                 " is ", tensor.shape[axis], " and must be ", expected, ", ", why, "."));
   }
 
+  std::int64_t positive_dim(AttentionInput input, std::size_t axis) const {
+    const std::int64_t size = inputs_[input].shape[axis];
+    if (size > 0) return size;
+    refuse(text(kInputNames[input], " has shape ", shape_text(inputs_[input].shape), ": dimension ",
+                axis, " is ", size, " and must be at least 1."));
+  }
+
   // The width of one head, from a dimension that holds `heads` of them side by side.
   std::int64_t head_width(AttentionInput input, std::int64_t heads, const char* heads_name) const {
     const std::int64_t size = inputs_[input].shape[2];
@@ -99,16 +106,10 @@ void check_types(const Checker& check, DataType activation_type, DataType cache_
   check.require_type(kPastSequenceLength, ort::kInt32);
 }
 
-// Query, key, value and the cache: sets B, S, N, K, H, Hv and C.
-void check_heads(const Checker& check, AttentionParams* p) {
-  check.require_rank(kQuery, 3, "[batch_size, sequence_length, num_heads * head_dim]");
+// Query, key and value as three tensors: sets H, Hv and where each one's heads are.
+void check_separate(const Checker& check, AttentionParams* p) {
   check.require_rank(kKey, 3, "[batch_size, sequence_length, kv_num_heads * head_dim]");
   check.require_rank(kValue, 3, "[batch_size, sequence_length, kv_num_heads * value_head_dim]");
-  check.require_rank(kPastKey, 4, "[batch_size, kv_num_heads, capacity, head_dim]");
-  check.require_rank(kPastValue, 4, "[batch_size, kv_num_heads, capacity, value_head_dim]");
-
-  p->batch_size = check[kQuery].shape[0];
-  p->sequence_length = check[kQuery].shape[1];
   p->head_dim = check.head_width(kQuery, p->num_heads, "num_heads");
   for (AttentionInput input : {kKey, kValue}) {
     check.require_dim(input, 0, p->batch_size, "the batch_size of query");
@@ -116,6 +117,61 @@ void check_heads(const Checker& check, AttentionParams* p) {
   }
   check.require_dim(kKey, 2, p->kv_num_heads * p->head_dim, "kv_num_heads * head_dim");
   p->value_head_dim = check.head_width(kValue, p->kv_num_heads, "kv_num_heads");
+  p->key = check[kKey].data;
+  p->value = check[kValue].data;
+  p->query_token_stride = check[kQuery].shape[2];
+  p->key_token_stride = check[kKey].shape[2];
+  p->value_token_stride = check[kValue].shape[2];
+}
+
+// The same where query holds all three: each token's query heads, key heads and value heads. The
+// cache tells how wide a head is.
+void check_packed(const Checker& check, AttentionParams* p) {
+  p->head_dim = check.positive_dim(kPastKey, 3);
+  p->value_head_dim = check.positive_dim(kPastValue, 3);
+  const std::int64_t size = check[kQuery].shape[2];
+  // Divided, not multiplied: a tensor without elements may have any size, and a node any number.
+  const bool is_too_large =
+      p->num_heads > size / p->head_dim || p->kv_num_heads > size / p->value_head_dim;
+  const std::int64_t keys = is_too_large ? size : p->num_heads * p->head_dim;
+  const std::int64_t values = is_too_large ? size : keys + p->kv_num_heads * p->head_dim;
+  if (is_too_large || size - values != p->kv_num_heads * p->value_head_dim) {
+    refuse(text("query has shape ", shape_text(check[kQuery].shape), ": dimension 2 is ", size,
+                " and must be (num_heads ", p->num_heads, " + kv_num_heads ", p->kv_num_heads,
+                ") * head_dim ", p->head_dim, " + kv_num_heads * value_head_dim ",
+                p->value_head_dim, " of the cache, because key and value are absent."));
+  }
+  if (check[kQuery].data != nullptr) {
+    const char* query = static_cast<const char*>(check[kQuery].data);
+    const std::int64_t element_bytes = p->activation_type == DataType::kFloat32 ? 4 : 2;
+    p->key = query + keys * element_bytes;
+    p->value = query + values * element_bytes;
+  }
+  p->query_token_stride = p->key_token_stride = p->value_token_stride = size;
+}
+
+// Query, key, value and the cache: sets B, S, N, K, H, Hv and C.
+void check_heads(const Checker& check, AttentionParams* p) {
+  if (check[kKey].exists != check[kValue].exists) {
+    refuse(text(check[kKey].exists ? "value" : "key",
+                " is absent; key and value must be given together, or be absent together where "
+                "query holds all three."));
+  }
+  const bool is_packed = !check[kKey].exists;
+  check.require_rank(kQuery, 3,
+                     is_packed ? "[batch_size, sequence_length, (num_heads + kv_num_heads) * "
+                                 "head_dim + kv_num_heads * value_head_dim]"
+                               : "[batch_size, sequence_length, num_heads * head_dim]");
+  check.require_rank(kPastKey, 4, "[batch_size, kv_num_heads, capacity, head_dim]");
+  check.require_rank(kPastValue, 4, "[batch_size, kv_num_heads, capacity, value_head_dim]");
+  p->query = check[kQuery].data;
+  p->batch_size = check[kQuery].shape[0];
+  p->sequence_length = check[kQuery].shape[1];
+  if (is_packed) {
+    check_packed(check, p);
+  } else {
+    check_separate(check, p);
+  }
 
   p->past_capacity = check[kPastKey].shape[2];
   for (AttentionInput input : {kPastKey, kPastValue}) {
@@ -277,9 +333,6 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
 
   p.scale = attributes.scale != 0.0F ? attributes.scale
                                      : 1.0F / std::sqrt(static_cast<float>(p.head_dim));
-  p.query = check[kQuery].data;
-  p.key = check[kKey].data;
-  p.value = check[kValue].data;
   p.past_key = check[kPastKey].data;
   p.past_value = check[kPastValue].data;
   p.attention_mask = static_cast<const std::int64_t*>(check[kAttentionMask].data);

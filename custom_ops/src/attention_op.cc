@@ -161,7 +161,8 @@ FlashAttentionOp::FlashAttentionOp(const char* provider_name, ort::ElementType a
   get_output_type = output_type;
   get_output_type_count = [](const ort::CustomOp*) -> std::size_t { return kNumAttentionOutputs; };
   get_input_characteristic = [](const ort::CustomOp*, std::size_t index) {
-    return index <= kPastValue ? ort::kRequired : ort::kOptional;
+    const bool is_required = index == kQuery || index == kPastKey || index == kPastValue;
+    return is_required ? ort::kRequired : ort::kOptional;
   };
   get_output_characteristic = [](const ort::CustomOp*, std::size_t index) {
     return index <= kPresentValue ? ort::kRequired : ort::kOptional;

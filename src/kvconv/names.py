@@ -50,7 +50,11 @@ FLASH_ATTENTION_INPUTS = (
     "past_value_scale",
     "past_sequence_length",
 )
-"""Inputs of kvconv::FlashAttention in order; all after past_value are optional."""
+"""Inputs of kvconv::FlashAttention in order; all after past_value are optional.
+
+key and value may be absent together: query is then [batch, sequence, (num_heads + kv_num_heads) *
+head_dim + kv_num_heads * value_head_dim], each token's query heads, key heads and value heads.
+"""
 FLASH_ATTENTION_OUTPUTS = (
     "output",
     "present_key",

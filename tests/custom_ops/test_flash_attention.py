@@ -50,6 +50,7 @@ class Case:
     threads: int = 1
     seed: int = 0
     poison: bool = False  # fill what nobody may read with NaN
+    packed: bool = False  # query, key and value go into the node as one tensor
 
     @property
     def total(self) -> int:
@@ -148,6 +149,13 @@ def make_inputs(case: Case) -> dict[str, npt.NDArray]:
     return inputs
 
 
+def pack(inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
+    """The same inputs with query, key and value side by side in query."""
+    parts = [inputs[name] for name in ("query", "key", "value")]
+    rest = {name: array for name, array in inputs.items() if name not in ("key", "value")}
+    return rest | {"query": np.concatenate(parts, axis=2)}
+
+
 def expected_caches(case: Case, inputs: dict[str, npt.NDArray]) -> tuple[npt.NDArray, ...]:
     """What the oracle says present_key and present_value hold, in the storage dtype."""
     key = reference.split_heads(inputs["key"], case.kv_heads)
@@ -193,7 +201,7 @@ def check(case: Case) -> dict[str, npt.NDArray]:
     """
     inputs = make_inputs(case)
     actual = single_node.run(
-        inputs,
+        pack(inputs) if case.packed else inputs,
         case.node_attributes,
         activation=case.activation,
         cache_type=case.cache,
@@ -267,6 +275,28 @@ FEATURES: dict[str, Case] = {
 def test_features(name: str, new: int, past: int, mode: Mode) -> None:
     feature = FEATURES[name]
     check(replace(feature, new=new, past=past, mode=mode, batch=3, seed=1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("activation", ["float32", "float16"])
+@pytest.mark.parametrize(("new", "past"), [(1, 0), (1, 90), (9, 70), (TILE + 1, 0)])
+def test_packed_is_the_same_as_separate(
+    mode: Mode, heads: tuple[int, int], activation: str, new: int, past: int
+) -> None:
+    case = Case(new=new, past=past, heads=heads[0], kv_heads=heads[1], batch=2, mode=mode,
+                activation=activation, value_width=24, rotary="half", padding="left")  # fmt: skip
+    separate = check(case)
+    packed = check(replace(case, packed=True))
+    for name in separate:
+        used = slice(None) if name == "output" else np.s_[:, :, : case.total]
+        assert np.array_equal(packed[name][used], separate[name][used]), name
+
+
+@pytest.mark.parametrize("case", [Case(batch=0, packed=True), Case(new=0, past=4, packed=True)])
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_empty_sizes(case: Case, mode: Mode) -> None:
+    check(replace(case, mode=mode))
 
 
 SWITCHES = {

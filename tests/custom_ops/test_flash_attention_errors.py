@@ -68,6 +68,21 @@ def rotary(cos: tuple[int, ...], sin: tuple[int, ...]) -> Callable[[Inputs], Non
     return both(reshaped("cos", *cos), reshaped("sin", *sin))
 
 
+def packed(size: int, *changes: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
+    def change(inputs: Inputs) -> None:
+        del inputs["key"], inputs["value"]
+        both(reshaped("query", 2, 3, size), *changes)(inputs)
+
+    return change
+
+
+def absent(name: str) -> Callable[[Inputs], None]:
+    def change(inputs: Inputs) -> None:
+        del inputs[name]
+
+    return change
+
+
 RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = {
     "query rank": (reshaped("query", 6, 32), {}, ["query", "[6, 32]", "rank 2", "rank 3"]),
     "query heads": (reshaped("query", 2, 3, 33), {}, ["query", "33", "num_heads 4"]),
@@ -79,6 +94,30 @@ RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = 
     "value batch": (reshaped("value", 3, 3, 12), {}, ["value", "is 3", "must be 2"]),
     "value length": (reshaped("value", 2, 1, 12), {}, ["value", "is 1", "must be 3"]),
     "value width": (reshaped("value", 2, 3, 13), {}, ["value", "13", "kv_num_heads 2"]),
+    "key alone": (absent("value"), {}, ["value is absent", "together"]),
+    "value alone": (absent("key"), {}, ["key is absent", "together"]),
+    "packed size": (packed(61), {}, ["query", "is 61", "4 + kv_num_heads 2", "8", "6"]),
+    "packed, query only": (packed(32), {}, ["query", "is 32", "key and value are absent"]),
+    "packed, cache of other heads": (
+        packed(60, capacity(10), reshaped("past_key", 2, 2, 10, 9)),
+        {},
+        ["is 60", "head_dim 9"],
+    ),
+    "packed, heads of nothing": (
+        packed(60, reshaped("past_key", 2, 2, 10, 0)),
+        {},
+        ["past_key", "is 0", "at least 1"],
+    ),
+    "packed, more heads than elements": (
+        packed(60),
+        {"num_heads": 2**62},
+        ["is 60", str(2**62)],
+    ),
+    "packed rank": (
+        packed(60, reshaped("query", 6, 60)),
+        {},
+        ["rank 2", "kv_num_heads) * head_dim"],
+    ),
     "past_key rank": (reshaped("past_key", 2, 2, 80), {}, ["past_key", "rank 3", "rank 4"]),
     "past_key batch": (reshaped("past_key", 1, 2, 10, 8), {}, ["past_key", "is 1", "be 2"]),
     "past_key heads": (reshaped("past_key", 2, 4, 10, 8), {}, ["past_key", "is 4", "be 2"]),
@@ -122,6 +161,9 @@ RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = 
 def test_the_valid_inputs_are_accepted() -> None:
     outputs = single_node.run(valid_inputs(), ATTRIBUTES)
     assert outputs["output"].shape == (2, 3, 24)
+    inputs = valid_inputs()
+    packed(60)(inputs)
+    assert single_node.run(inputs, ATTRIBUTES)["output"].shape == (2, 3, 24)
 
 
 @pytest.mark.parametrize("name", RUN_ERRORS)

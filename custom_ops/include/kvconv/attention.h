@@ -39,12 +39,15 @@ struct AttentionParams {
   DataType activation_type = DataType::kFloat32;  // query, key, value, attention_bias, output
   DataType cache_type = DataType::kFloat32;       // past and present
 
-  const void* query = nullptr;       // [B, S, N, H]
-  const void* key = nullptr;         // [B, S, K, H]
-  const void* value = nullptr;       // [B, S, K, Hv]
-  const void* past_key = nullptr;    // [B, K, C, H]; slots before past_sequence_length are read
-  const void* past_value = nullptr;  // [B, K, C, Hv]
-  void* present_key = nullptr;       // the same memory as past_key, or apart from it
+  const void* query = nullptr;          // [B, S, N, H]
+  const void* key = nullptr;            // [B, S, K, H]
+  const void* value = nullptr;          // [B, S, K, Hv]
+  std::int64_t query_token_stride = 0;  // elements from one token's heads to the next token's:
+  std::int64_t key_token_stride = 0;    // more than the heads take where query, key and value
+  std::int64_t value_token_stride = 0;  // are packed into one tensor
+  const void* past_key = nullptr;       // [B, K, C, H]; slots before past_sequence_length are read
+  const void* past_value = nullptr;     // [B, K, C, Hv]
+  void* present_key = nullptr;          // the same memory as past_key, or apart from it
   void* present_value = nullptr;
   void* output = nullptr;  // [B, S, N, Hv]
 

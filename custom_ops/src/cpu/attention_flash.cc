@@ -41,7 +41,8 @@ void load_queries(const AttentionParams& p, const Division& d, const Block& bloc
     if (is_real) {
       const std::int64_t position = position_of(d, block.first_row + r);
       const std::int64_t token = block.batch * p.sequence_length + position;
-      const std::int64_t offset = (token * p.num_heads + head) * p.head_dim * element_bytes;
+      const std::int64_t offset =
+          (token * p.query_token_stride + head * p.head_dim) * element_bytes;
       widen(static_cast<const char*>(p.query) + offset, p.activation_type, scratch.row, p.head_dim);
       rotate(p, block.batch, position, scratch.row);
     }
@@ -254,12 +255,14 @@ void run(const AttentionParams& p, void* workspace, const ParallelFor& parallel_
       d.num_heads * p.sequence_length * (p.head_dim + p.value_head_dim);
   const ParallelFor serial;
   const bool is_small = !copies_past && new_elements < kSerialElements;
-  for_each_task(
-      is_small ? serial : parallel_for, d.num_heads, [&](std::int64_t worker, std::int64_t head) {
-        float* row = scratch_of(worker).row;
-        append_head(p, head, p.past_key, p.present_key, p.key, p.head_dim, true, row);
-        append_head(p, head, p.past_value, p.present_value, p.value, p.value_head_dim, false, row);
-      });
+  for_each_task(is_small ? serial : parallel_for, d.num_heads,
+                [&](std::int64_t worker, std::int64_t head) {
+                  float* row = scratch_of(worker).row;
+                  append_head(p, head, p.past_key, p.present_key, p.key, p.key_token_stride,
+                              p.head_dim, true, row);
+                  append_head(p, head, p.past_value, p.present_value, p.value, p.value_token_stride,
+                              p.value_head_dim, false, row);
+                });
 
   // 2. Attention.
   const std::int64_t num_blocks = d.num_heads * d.num_blocks;

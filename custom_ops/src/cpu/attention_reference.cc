@@ -71,7 +71,7 @@ void attend(const AttentionParams& p, std::int64_t batch, std::int64_t head, std
   const std::int64_t token = batch * p.sequence_length + i;
 
   std::vector<double> query =
-      load_row(p, p.query, (token * p.num_heads + head) * p.head_dim, p.head_dim);
+      load_row(p, p.query, token * p.query_token_stride + head * p.head_dim, p.head_dim);
   rotate(p, batch, i, query);
 
   // 1. Scores, -infinity where the query must not look.
@@ -132,12 +132,13 @@ void attention_reference(const AttentionParams& p) {
     for (std::int64_t i = 0; i < p.sequence_length; ++i) {
       const std::int64_t token = batch * p.sequence_length + i;
       for (std::int64_t head = 0; head < p.kv_num_heads; ++head) {
-        const std::int64_t row = token * p.kv_num_heads + head;
-        std::vector<double> key = load_row(p, p.key, row * p.head_dim, p.head_dim);
+        std::vector<double> key =
+            load_row(p, p.key, token * p.key_token_stride + head * p.head_dim, p.head_dim);
         rotate(p, batch, i, key);
         append(p, key, p.present_key, batch, head, i);
-        append(p, load_row(p, p.value, row * p.value_head_dim, p.value_head_dim), p.present_value,
-               batch, head, i);
+        const std::int64_t value_offset = token * p.value_token_stride + head * p.value_head_dim;
+        append(p, load_row(p, p.value, value_offset, p.value_head_dim), p.present_value, batch,
+               head, i);
       }
     }
     for (std::int64_t head = 0; head < p.num_heads; ++head) {

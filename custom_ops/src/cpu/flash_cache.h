@@ -29,7 +29,8 @@ void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position,
 // Copies the past slots of cache head `head` (unless past and present are one) and writes the new
 // tokens behind them.
 void append_head(const AttentionParams& p, std::int64_t head, const void* past, void* present,
-                 const void* source, std::int64_t width, bool rotates, float* row) {
+                 const void* source, std::int64_t token_stride, std::int64_t width, bool rotates,
+                 float* row) {
   const std::int64_t cache_row_bytes = width * bytes_of(p.cache_type);
   char* target = static_cast<char*>(present) + head * p.present_capacity * cache_row_bytes;
   if (past != present && p.past_sequence_length > 0) {
@@ -37,12 +38,11 @@ void append_head(const AttentionParams& p, std::int64_t head, const void* past, 
                 static_cast<std::size_t>(p.past_sequence_length * cache_row_bytes));
   }
   const std::int64_t batch = head / p.kv_num_heads;
-  const std::int64_t source_row_bytes = width * bytes_of(p.activation_type);
   for (std::int64_t i = 0; i < p.sequence_length; ++i) {
     const std::int64_t token = batch * p.sequence_length + i;
-    const std::int64_t source_row = token * p.kv_num_heads + head % p.kv_num_heads;
-    widen(static_cast<const char*>(source) + source_row * source_row_bytes, p.activation_type, row,
-          width);
+    const std::int64_t offset = token * token_stride + head % p.kv_num_heads * width;
+    widen(static_cast<const char*>(source) + offset * bytes_of(p.activation_type),
+          p.activation_type, row, width);
     if (rotates) rotate(p, batch, i, row);
     narrow(row, target + (p.past_sequence_length + i) * cache_row_bytes, p.cache_type, width);
   }

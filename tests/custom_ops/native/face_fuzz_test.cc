@@ -82,9 +82,14 @@ Run make_run(Random& random) {
   const bool concat = !gives_length && random.chance(40);
   const std::int64_t capacity = concat ? past : total + (random.chance(40) ? 0 : random.below(70));
   run.in_place = !concat && random.chance(60);
-  add_floats(kQuery, activation, {batch, new_tokens, heads * width});
-  add_floats(kKey, activation, {batch, new_tokens, kv_heads * width});
-  add_floats(kValue, activation, {batch, new_tokens, kv_heads * value_width});
+  if (random.chance(30)) {  // packed
+    add_floats(kQuery, activation,
+               {batch, new_tokens, (heads + kv_heads) * width + kv_heads * value_width});
+  } else {
+    add_floats(kQuery, activation, {batch, new_tokens, heads * width});
+    add_floats(kKey, activation, {batch, new_tokens, kv_heads * width});
+    add_floats(kValue, activation, {batch, new_tokens, kv_heads * value_width});
+  }
   add_floats(kPastKey, onnx_type(run.cache), {batch, kv_heads, capacity, width});
   add_floats(kPastValue, onnx_type(run.cache), {batch, kv_heads, capacity, value_width});
   if (!gives_length || random.chance(50)) {

@@ -99,9 +99,25 @@ Case make_case(std::uint64_t seed) {
   const std::int64_t tokens = p.batch_size * p.sequence_length;
   const std::int64_t heads = p.batch_size * p.kv_num_heads;
   c.buffers.reserve(16);
-  p.query = c.input(random, tokens * p.num_heads * p.head_dim, p.activation_type);
-  p.key = c.input(random, tokens * p.kv_num_heads * p.head_dim, p.activation_type);
-  p.value = c.input(random, tokens * p.kv_num_heads * p.value_head_dim, p.activation_type);
+  const std::int64_t query_size = p.num_heads * p.head_dim;
+  const std::int64_t key_size = p.kv_num_heads * p.head_dim;
+  const std::int64_t value_size = p.kv_num_heads * p.value_head_dim;
+  if (random.chance(40)) {  // packed: each token's query, key and value heads side by side
+    const std::int64_t size = query_size + key_size + value_size;
+    const auto* packed =
+        static_cast<const char*>(c.input(random, tokens * size, p.activation_type));
+    p.query = packed;
+    p.key = packed + query_size * bytes_of(p.activation_type);
+    p.value = packed + (query_size + key_size) * bytes_of(p.activation_type);
+    p.query_token_stride = p.key_token_stride = p.value_token_stride = size;
+  } else {
+    p.query = c.input(random, tokens * query_size, p.activation_type);
+    p.key = c.input(random, tokens * key_size, p.activation_type);
+    p.value = c.input(random, tokens * value_size, p.activation_type);
+    p.query_token_stride = query_size;
+    p.key_token_stride = key_size;
+    p.value_token_stride = value_size;
+  }
   p.past_key = c.input(random, heads * p.past_capacity * p.head_dim, p.cache_type);
   p.past_value = c.input(random, heads * p.past_capacity * p.value_head_dim, p.cache_type);
   if (random.chance(60)) {
