@@ -20,6 +20,7 @@ from kvconv.converter.rewrite.match import columns, only_reader, other_operand
 
 NAME = "gated"
 _PROBE = np.linspace(-9, 9, 181)
+"""What the gate holds in a probe."""
 
 
 def _silu(x: Array) -> Array:
@@ -72,17 +73,17 @@ def _pattern(split: gs.Node) -> gs.Node | None:
 
 def _check(graph: gs.Graph, gate: gs.Variable, operand: gs.Tensor | None) -> str | None:
     """Return which activation of the gate an operand is."""
-    if not isinstance(operand, gs.Variable):
+    if not isinstance(operand, gs.Variable) or len(gate.shape) < 2:
         return None
-    shape = (1,) * (len(gate.shape) - 1) + (len(_PROBE),)
-    x = _PROBE.reshape(shape).astype(gate.dtype)
+    column = _PROBE.astype(gate.dtype).reshape(-1, 1)
+    shape = (*[1] * (len(gate.shape) - 2), len(column), gate.shape[-1])
     try:
-        (actual,) = Cut(graph, [operand], [gate]).run({gate.name: x})
+        (actual,) = Cut(graph, [operand], [gate]).run({gate.name: np.broadcast_to(column, shape)})
     except NotEvaluableError:
         return None
     tolerance = 1e-3 if gate.dtype == np.float16 else 1e-5
     for name, function in _ACTIVATIONS.items():
-        expected = function(x.astype(np.float64))
+        expected = function(column.astype(np.float64))
         if actual.shape == shape and np.allclose(actual, expected, rtol=tolerance, atol=tolerance):
             return name
     return None

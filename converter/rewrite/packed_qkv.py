@@ -28,7 +28,8 @@ def apply(editor: Editor) -> Outcome:
     for node in (node for op in _OPS for node in find(editor.graph, *op)):
         packed = _pattern(node)
         if packed is not None:
-            node.inputs[:3] = [packed, gs.Variable.empty(), gs.Variable.empty()]
+            for index, tensor in enumerate((packed, gs.Variable.empty(), gs.Variable.empty())):
+                node.inputs[index] = tensor
             count += 1
     return Outcome(count)
 
