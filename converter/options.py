@@ -4,9 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvconv.manifest import ActivationDtype, AttentionFlavour, Verification
+from kvconv.errors import ExportError
+from kvconv.manifest import (
+    ActivationDtype,
+    AttentionFlavour,
+    Quantization,
+    QuantizedDtype,
+    Verification,
+)
 
 DEFAULT_OPSET = 23
+HEAD_BITS = 4
+"""Bits of an int4 bundle's LM head and embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +23,14 @@ class ExportOptions:
     """How to export.
 
     Attributes:
-        dtype: Type of weights and activations; checkpoints of other types are converted.
+        dtype: Type of activations, and of weights unless `weights` says otherwise; checkpoints of
+            other types are converted.
+        weights: Type of linear weights; None is `dtype`.
+        block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256.
+        symmetric: Whether quantised weights do without zero points; None is what measures best,
+            int8 without and int4 with them. int8 never has them.
+        accuracy_level: For products with quantised weights. 4: activations become 8-bit integers,
+            each block with a scale; 1: they stay float.
         attention: Flavour of the attention nodes.
         max_sequence_length: Most tokens (prompt and new) a cache may hold; None is what the model
             was made for, or the part of it that a cache can follow (longrope).
@@ -26,6 +42,10 @@ class ExportOptions:
     """
 
     dtype: ActivationDtype = "float32"
+    weights: QuantizedDtype | None = None
+    block_size: int = 32
+    symmetric: bool | None = None
+    accuracy_level: int = 4
     attention: AttentionFlavour = "flash"
     max_sequence_length: int | None = None
     opset: int = DEFAULT_OPSET
@@ -33,6 +53,39 @@ class ExportOptions:
     cache_dir: Path | None = None
     trust_remote_code: bool = False
     overwrite: bool = False
+
+    def quantization(self) -> Quantization | None:
+        """Return how linear weights are quantised; None if they are not."""
+        if self.weights is None:
+            return None
+        if self.weights == "int8" and self.symmetric is False:
+            raise ExportError(
+                "--asymmetric was asked for, but int8 weights are symmetric: zero points would "
+                "bring them nothing. Leave it out, or take --weights int4."
+            )
+        return Quantization(
+            bits=8 if self.weights == "int8" else 4,
+            head_bits=8 if self.weights == "int8" else HEAD_BITS,
+            block_size=self.block_size,
+            symmetric=self.weights == "int8" or bool(self.symmetric),
+            accuracy_level=self.accuracy_level,
+            method="search",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """What quantising did.
+
+    Attributes:
+        quantized_bytes: Float bytes of the weights that were quantised.
+        stored_bytes: What they take now, scales and zero points included.
+        left_bytes: Why linear weights stayed float -> their bytes.
+    """
+
+    quantized_bytes: int
+    stored_bytes: int
+    left_bytes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +101,7 @@ class ExportReport:
         peak_memory_mb: Largest resident memory so far of this process, or of the one that verifies,
             in 10^6 bytes; None where unknown.
         size_bytes: All files of the bundle.
+        weights: What quantising did; None where no weight was to be quantised.
     """
 
     path: Path
@@ -57,6 +111,7 @@ class ExportReport:
     verification: Verification
     peak_memory_mb: float | None
     size_bytes: int
+    weights: WeightsReport | None = None
 
 
 class Verifier(Protocol):

@@ -16,7 +16,13 @@ from kvconv import names
 from kvconv.converter import bundle
 from kvconv.converter.memory import release_memory
 from kvconv.converter.model_name import parse_model_name
-from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
+from kvconv.converter.options import (
+    ExportOptions,
+    ExportReport,
+    Progress,
+    Verifier,
+    WeightsReport,
+)
 from kvconv.errors import ExportError
 from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Source
 from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
@@ -79,6 +85,7 @@ def export(
             (peak for peak in (peak_rss_mb(), peak_rss_of_children_mb()) if peak), default=None
         ),
         size_bytes=size_bytes,
+        weights=traced.weights,
     )
 
 
@@ -91,6 +98,7 @@ class _Traced:
     max_sequence_length: int
     notices: tuple[str, ...]
     reference: object
+    weights: WeightsReport | None
 
 
 class _Stages:
@@ -117,7 +125,7 @@ def _trace(
     stages: _Stages,
 ) -> _Traced:
     """Do all that needs PyTorch; its model dies with this function's frame."""
-    revision = options.revision
+    revision, quantization = options.revision, options.quantization()
     if parse_model_name(model, revision).kind == "hub":
         with stages("start"):  # some seconds, which are no download
             from kvconv.converter.load import fetch
@@ -161,11 +169,16 @@ def _trace(
         lay_out(graph)
         pack(graph)
         simplify(graph)
+        quantized = None
+        if quantization is not None:
+            from kvconv.converter.quantization import quantize
+
+            quantized = quantize(graph, quantization, attention=options.attention)
         release_memory()
     with stages("write weights"):
         save(graph, folder)
         _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
-    return _Traced(spec, loaded.source, max_sequence_length, notices, reference)
+    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized)
 
 
 def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> tuple[int, tuple[str, ...]]:
@@ -250,7 +263,8 @@ def _finish(
         model_type=spec.model_type,
         attention=options.attention,
         dtype=options.dtype,
-        weights_dtype=options.dtype,
+        weights_dtype=options.weights or options.dtype,
+        quantization=options.quantization(),
         opset=options.opset,
         op_version=names.OP_VERSION if options.attention == "flash" else None,
         vocab_size=spec.vocab_size,

@@ -46,14 +46,23 @@ class Generator:
         session: The loaded model.
         tokenizer: Of the same bundle.
         max_sequence_length: Most tokens, prompt and new, of a generation; None for the model's.
+        prefill_chunk: Most tokens per row in one run of a prompt, >= 1.
 
     Raises:
         CacheFullError: max_sequence_length is more than the model holds.
     """
 
     def __init__(
-        self, session: Session, tokenizer: Tokenizer, *, max_sequence_length: int | None = None
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        *,
+        max_sequence_length: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK_TOKENS,
     ) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
+        self.prefill_chunk = prefill_chunk
         self.session = session
         self.tokenizer = tokenizer
         manifest = session.manifest
@@ -72,6 +81,7 @@ class Generator:
         threads: int | None = None,
         provider: Provider = "cpu",
         use_bundle_library: bool = False,
+        prefill_chunk: int = PREFILL_CHUNK_TOKENS,
     ) -> "Generator":
         """Open a bundle and load its model.
 
@@ -81,6 +91,7 @@ class Generator:
             threads: See `Session`.
             provider: See `Session`.
             use_bundle_library: See `Session`.
+            prefill_chunk: Most tokens per row in one run of a prompt.
 
         Raises:
             BundleError: The bundle is missing or damaged.
@@ -92,7 +103,12 @@ class Generator:
         session = Session(
             bundle, threads=threads, provider=provider, use_bundle_library=use_bundle_library
         )
-        return cls(session, tokenizer, max_sequence_length=max_sequence_length)
+        return cls(
+            session,
+            tokenizer,
+            max_sequence_length=max_sequence_length,
+            prefill_chunk=prefill_chunk,
+        )
 
     def encode(self, prompt: str, *, chat_template: bool = False) -> list[int]:
         """Return a prompt's token ids.
@@ -231,7 +247,7 @@ class Generator:
         input_ids: npt.NDArray[np.int64],
         attention_mask: npt.NDArray[np.int64] | None = None,
         *,
-        chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         out: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Run prompts in chunks and return the logits of their last tokens.
@@ -240,7 +256,8 @@ class Generator:
             cache: Grows by sequence_length.
             input_ids: [batch_size, sequence_length].
             attention_mask: [batch_size, cache.length + sequence_length or wider]; None for ones.
-            chunk_tokens: Tokens per row and run, >= 1; all where the flavour takes no chunks.
+            chunk_tokens: Tokens per row and run, >= 1; None for `prefill_chunk`. All at once where
+                the flavour takes no chunks.
             out: [batch_size, 1, vocab_size] to write into; None for a new array.
 
         Returns:
@@ -250,6 +267,8 @@ class Generator:
             CacheFullError: The prompts do not fit; nothing has run.
         """
         cache.check_room(input_ids.shape[1])
+        if chunk_tokens is None:
+            chunk_tokens = self.prefill_chunk
         if not takes_chunks(self.session.manifest.attention, cache.batch_size):
             chunk_tokens = input_ids.shape[1]
         logits = self._run(cache, input_ids[:, :chunk_tokens], attention_mask, out)
@@ -264,6 +283,7 @@ class Generator:
         token_ids: npt.NDArray[np.int64],
         attention_mask: npt.NDArray[np.int64] | None = None,
         *,
+        position_ids: npt.NDArray[np.int64] | None = None,
         out: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Run one token per row and return the logits of what follows.
@@ -272,6 +292,7 @@ class Generator:
             cache: Grows by one.
             token_ids: [batch_size].
             attention_mask: [batch_size, cache.length + 1 or wider]; None for all ones.
+            position_ids: [batch_size, 1]; None to count the mask's ones.
             out: [batch_size, 1, vocab_size] to write into; None for a new array.
 
         Returns:
@@ -280,7 +301,7 @@ class Generator:
         Raises:
             CacheFullError: The cache is full; nothing has run.
         """
-        return self._run(cache, token_ids[:, np.newaxis], attention_mask, out)
+        return self._run(cache, token_ids[:, np.newaxis], attention_mask, out, position_ids)
 
     def _run(
         self,
@@ -288,10 +309,13 @@ class Generator:
         input_ids: npt.NDArray[np.int64],
         attention_mask: npt.NDArray[np.int64] | None,
         out: npt.NDArray[np.float32] | None,
+        position_ids: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.float32]:
         total = cache.length + input_ids.shape[1]
         mask = None if attention_mask is None else attention_mask[:, :total]
-        return self.session.run(cache, input_ids, attention_mask=mask, out=out)
+        return self.session.run(
+            cache, input_ids, attention_mask=mask, position_ids=position_ids, out=out
+        )
 
     def _generate(self, rows: list[Row], cache: KVCache, longest: int) -> Iterator[GenerationEvent]:
         # 1. Pad on the left, so that all prompts end in the same slot.
@@ -304,6 +328,8 @@ class Generator:
         # 2. Run what is not cached of the prompts; these logits' memory serves every step.
         logits = self.prefill(cache, input_ids[:, cache.length :], mask)
         token_ids = np.full(len(rows), _PADDING_ID, np.int64)
+        # The first new tokens' positions; counting the mask's ones in every step takes longer.
+        position_ids = mask[:, :longest].sum(axis=1, keepdims=True)
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.
             for row in rows:
@@ -315,4 +341,5 @@ class Generator:
             if all(row.finish_reason is not None for row in rows):
                 return
             # 4. Run the chosen tokens.
-            logits = self.decode(cache, token_ids, mask, out=logits)
+            logits = self.decode(cache, token_ids, mask, position_ids=position_ids, out=logits)
+            position_ids += 1

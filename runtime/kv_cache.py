@@ -39,6 +39,36 @@ class CacheTensor(NamedTuple):
     value: onnxruntime.OrtValue
 
 
+class BoundArrays:
+    """The arrays that a binding has beside keys and values: what keeps its shape is bound once.
+
+    Args:
+        binding: Bound to, as long as this lives.
+    """
+
+    def __init__(self, binding: onnxruntime.IOBinding) -> None:
+        self._binding = binding
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def bind_input(self, name: str, array: npt.NDArray[np.int64]) -> None:
+        """Let the next run read a copy of an int64 array of any shape."""
+        bound = self._arrays.get(name)
+        if bound is not None and bound.shape == array.shape:
+            bound[...] = array
+            return
+        self._arrays[name] = array.copy()
+        # `bind_cpu_input` does not find overridable initializers.
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(self._arrays[name])
+        self._binding.bind_ortvalue_input(name, value)
+
+    def bind_output(self, name: str, array: npt.NDArray[np.float32]) -> None:
+        """Let the next run write into a contiguous array."""
+        if self._arrays.get(name) is not array:
+            self._arrays[name] = array
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            self._binding.bind_ortvalue_output(name, value)
+
+
 class KVCache(ABC):
     """The keys and values of a batch of sequences, for all layers.
 
@@ -48,6 +78,7 @@ class KVCache(ABC):
     Attributes:
         batch_size: Sequences held.
         capacity: Most tokens per sequence.
+        arrays: What the binding of `prepare_run` has beside keys and values.
     """
 
     def __init__(
@@ -62,6 +93,7 @@ class KVCache(ABC):
         self._layers = tuple(layers)
         self._new_binding = new_binding
         self._binding = new_binding()
+        self.arrays = BoundArrays(self._binding)
         self._length = 0
         self._allocate()
 

@@ -4,6 +4,8 @@ Keys and values stay where they are; a run takes token ids and gives logits. Eve
 refused (op version, provider, graph names, capacity, shapes) is refused before anything runs.
 """
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
@@ -37,6 +39,8 @@ class Session:
         provider: `cpu` or `cuda`.
         use_bundle_library: Load the op library that came with the bundle, which is code from
             whoever made the bundle, instead of the installed one.
+        profile: Let ONNX Runtime note the time of every node, for a file whose name begins so;
+            `end_profile` writes it. None for full speed.
 
     Raises:
         LibraryError: The op library is absent, too old, or refused by ONNX Runtime.
@@ -51,6 +55,7 @@ class Session:
         threads: int | None = None,
         provider: Provider = "cpu",
         use_bundle_library: bool = False,
+        profile: Path | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}; it must be at least 1")
@@ -66,6 +71,9 @@ class Session:
                 )
         providers = execution_providers(bundle, provider)
         options = session_options(threads)
+        if profile is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(profile)
         register_library(options, bundle, use_bundle_library)
         try:
             self._session = onnxruntime.InferenceSession(
@@ -164,7 +172,7 @@ class Session:
         ids = _int64("input_ids", input_ids)
         if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
             raise ValueError(f"input_ids is {ids.shape}; it must be [{cache.batch_size}, >= 1]")
-        for token_id in (ids.min(), ids.max()):
+        for token_id in (ids.item(),) if ids.size == 1 else (ids.min(), ids.max()):
             if not 0 <= token_id < self.manifest.vocab_size:
                 raise ValueError(
                     f"input_ids holds {token_id}; token ids are at least 0 and below vocab_size "
@@ -193,15 +201,13 @@ class Session:
             raise ValueError(f"out is {logits.dtype} {logits.shape}; it must be float32 {shape}")
 
         binding = cache.prepare_run(sequence_length)
-        binding.bind_cpu_input(names.INPUT_IDS, ids)
-        binding.bind_cpu_input(names.ATTENTION_MASK, mask)
+        cache.arrays.bind_input(names.INPUT_IDS, ids)
         if names.POSITION_IDS in self.manifest.inputs:
-            binding.bind_cpu_input(names.POSITION_IDS, positions)
-        # bind_cpu_input does not find overridable initializers.
-        keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(num_logits_to_keep, np.int64))
-        binding.bind_ortvalue_input(names.NUM_LOGITS_TO_KEEP, keep)
-        value = onnxruntime.OrtValue.ortvalue_from_numpy(logits)
-        binding.bind_ortvalue_output(names.LOGITS, value)
+            cache.arrays.bind_input(names.POSITION_IDS, positions)
+        cache.arrays.bind_input(names.NUM_LOGITS_TO_KEEP, np.array(num_logits_to_keep, np.int64))
+        # As wide as the cache is full: another shape in every run, so the caller's memory serves.
+        binding.bind_cpu_input(names.ATTENTION_MASK, mask)
+        cache.arrays.bind_output(names.LOGITS, logits)
         try:
             self._session.run_with_iobinding(binding)
         except ORT_ERRORS as error:
@@ -211,6 +217,10 @@ class Session:
             ) from error
         cache.commit_run(sequence_length)
         return logits
+
+    def end_profile(self) -> Path:
+        """Write the profile of a session that was made with one, and return the JSON file."""
+        return Path(self._session.end_profiling())
 
     def _check_names(self) -> None:
         """The graph must take and give what the manifest says, and what every run binds."""

@@ -76,7 +76,7 @@ class ScriptedSession:
     def check_cache(self, batch_size, max_sequence_length):
         pass
 
-    def run(self, cache, input_ids, *, attention_mask=None, num_logits_to_keep=1, out=None):
+    def run(self, cache, input_ids, *, attention_mask=None, position_ids=None, out=None):
         cache.check_room(input_ids.shape[1])
         cache.tokens = np.concatenate([cache.tokens, input_ids], axis=1)
         cache.commit_run(input_ids.shape[1])

@@ -4,7 +4,7 @@ Adds the overridable initializer num_logits_to_keep (int64 scalar, 0 = all posit
 
     Slice(x, starts=[-num_logits_to_keep], ends=[INT64_MAX], axes=[1])
 
-in front of the LM head, the last MatMul or Gemm before `logits`; between the two may lie what
+in front of the LM head, the last MatMul, MatMulNBits or Gemm before `logits`; between the two may lie what
 works on each position alone: Cast, a bias, a softcap, a Reshape around a Gemm. If something else
 lies there, the logits themselves are sliced.
 
@@ -55,6 +55,8 @@ def _pattern(logits: gs.Variable) -> list[gs.Node] | str:
         path.append(node)
         if node.op == "MatMul":
             return path if _is_weight(node.inputs[1], 2) else f"{node.name} has no constant weight"
+        if node.op == names.MATMUL_NBITS:
+            return path
         if node.op == "Gemm":
             return _check_gemm(path)
         operands = [t for t in node.inputs if isinstance(t, gs.Variable) and not t.is_empty()]
@@ -120,7 +122,9 @@ def _rewrite(editor: Editor, path: list[gs.Node], logits: gs.Variable) -> None:
 
 def _vocab_size(path: list[gs.Node]) -> int | str:
     """Return the width of the logits from the LM head's weight."""
-    head = next(node for node in path if node.op in ("MatMul", "Gemm"))
+    head = next(node for node in path if node.op in ("MatMul", "Gemm", names.MATMUL_NBITS))
+    if head.op == names.MATMUL_NBITS:
+        return int(head.attrs["N"])
     return head.inputs[1].shape[0 if head.attrs.get("transB", 0) else 1]
 
 

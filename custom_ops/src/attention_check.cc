@@ -25,25 +25,6 @@ constexpr const char* kInputNames[kNumAttentionInputs] = {
     "past_sequence_length",
 };
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string result = "[";
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    result += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return result + "]";
-}
-
-ort::ElementType element_type(DataType type) {
-  switch (type) {
-    case DataType::kFloat16:
-      return ort::kFloat16;
-    case DataType::kBFloat16:
-      return ort::kBFloat16;
-    default:
-      return ort::kFloat32;
-  }
-}
-
 class Checker {
  public:
   explicit Checker(const AttentionInputs& inputs) : inputs_(inputs) {}
@@ -51,9 +32,7 @@ class Checker {
   const Tensor& operator[](AttentionInput input) const { return inputs_[input]; }
 
   void require_type(AttentionInput input, ort::ElementType type) const {
-    if (!inputs_[input].exists || inputs_[input].type == type) return;
-    refuse(text(kInputNames[input], " has ONNX element type ", inputs_[input].type,
-                "; this node takes ", type, "."));
+    kvconv::require_type(inputs_[input], kInputNames[input], type);
   }
 
   void require_rank(AttentionInput input, std::size_t rank, const char* axes) const {

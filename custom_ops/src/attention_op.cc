@@ -2,13 +2,10 @@
 // from inputs to outputs. The checks are in attention_check.cc, the arithmetic in cpu/.
 #include "attention_op.h"
 
-#include <algorithm>
-#include <memory>
-#include <thread>
-#include <utility>
-
 namespace kvconv {
 namespace {
+
+constexpr const char* kName = "kvconv::FlashAttention";
 
 // One entry of the table.
 struct FlashAttentionOp : ort::CustomOp {
@@ -31,57 +28,6 @@ bool is_float(ort::ElementType type) {
   return type == ort::kFloat32 || type == ort::kFloat16 || type == ort::kBFloat16;
 }
 
-DataType data_type(ort::ElementType type) {
-  if (type == ort::kFloat16) return DataType::kFloat16;
-  if (type == ort::kBFloat16) return DataType::kBFloat16;
-  return DataType::kFloat32;
-}
-
-// Memory that a kernel works in. Each thread that runs sessions keeps its last one for the next
-// run; it is taken out of its place while in use, so that a nested run would get another.
-class Workspace {
- public:
-  void reserve(std::size_t bytes) {
-    if (bytes <= bytes_) return;
-    memory_.reset();
-    bytes_ = 0;
-    memory_.reset(::operator new(bytes, kAlignment));
-    bytes_ = bytes;
-  }
-  void* get() const { return memory_.get(); }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Delete {
-    void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
-  };
-  std::unique_ptr<void, Delete> memory_;
-  std::size_t bytes_ = 0;
-};
-
-thread_local Workspace thread_workspace;
-
-// ONNX Runtime's own threads, as the kernels ask for them.
-struct Pool {
-  const ort::Api* api;
-  const ort::KernelContext* context;
-  ort::Status* failure = nullptr;
-};
-
-void run_on_pool(void* data, void (*task)(void*, std::size_t), void* task_data, std::size_t count) {
-  Pool* pool = static_cast<Pool*>(data);
-  ort::Status* status = ort::parallel_for(pool->api, pool->context, task, count, 0, task_data);
-  if (status == nullptr) return;
-  if (pool->failure != nullptr) ort::release_status(pool->api, pool->failure);
-  pool->failure = status;
-}
-
-std::int64_t num_workers() {
-  static const std::int64_t count =
-      std::clamp<std::int64_t>(std::thread::hardware_concurrency(), 1, 256);
-  return count;
-}
-
 void compute(const FlashAttentionNode& node, ort::KernelContext* context) {
   // 1. Read and check everything, before anything is written.
   AttentionInputs inputs;
@@ -100,13 +46,11 @@ void compute(const FlashAttentionNode& node, ort::KernelContext* context) {
 
   // 3. Run.
   const FlashKernel& kernel = flash_kernels().front();
-  Pool pool{node.api, context};
-  const ParallelFor parallel_for{run_on_pool, &pool, num_workers()};
-  Workspace workspace = std::exchange(thread_workspace, Workspace());
-  workspace.reserve(kernel.workspace_bytes(p, parallel_for.num_workers));
+  Pool pool(node.api, context);
+  const ParallelFor parallel_for = pool.parallel_for();
+  const BorrowedWorkspace workspace(kernel.workspace_bytes(p, parallel_for.num_workers));
   kernel.run(p, workspace.get(), parallel_for);
-  thread_workspace = std::move(workspace);
-  throw_if_failed(pool.failure);
+  pool.throw_if_failed();
 }
 
 ort::ElementType input_type(const ort::CustomOp* op, std::size_t index) {
@@ -138,7 +82,7 @@ ort::ElementType output_type(const ort::CustomOp* op, std::size_t index) {
 ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
                          void** node) {
   const auto* self = static_cast<const FlashAttentionOp*>(op);
-  return guarded(api, [&] {
+  return guarded(api, kName, [&] {
     if (!is_float(self->cache)) {
       refuse(text("the cache is ", self->cache == ort::kInt8 ? "int8" : "uint8 (int4)",
                   "; this version of the op library takes float32, float16 and bfloat16 caches."),
@@ -171,7 +115,7 @@ FlashAttentionOp::FlashAttentionOp(const char* provider_name, ort::ElementType a
   create_kernel_v2 = create_node;
   kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
     const auto* self = static_cast<const FlashAttentionNode*>(node);
-    return guarded(self->api, [&] { compute(*self, context); });
+    return guarded(self->api, kName, [&] { compute(*self, context); });
   };
   kernel_destroy = [](void* node) { delete static_cast<FlashAttentionNode*>(node); };
 }

@@ -1,6 +1,8 @@
 // The library's one export: RegisterCustomOps, which ONNX Runtime calls for a session.
 #include "attention_op.h"
+#include "gated_activation_op.h"
 #include "kvconv/ort_abi.h"
+#include "matmul_op.h"
 #include "op_support.h"
 
 namespace kvconv {
@@ -11,8 +13,10 @@ ort::CustomOpDomain* domain(const ort::Api* api) {
   static ort::CustomOpDomain* const shared = [api] {
     ort::CustomOpDomain* created = nullptr;
     throw_if_failed(ort::create_custom_op_domain(api, "kvconv", &created));
-    for (const ort::CustomOp* op : attention_ops()) {
-      throw_if_failed(ort::custom_op_domain_add(api, created, op));
+    for (const auto& ops : {attention_ops(), matmul_ops(), gather_ops(), gated_activation_ops()}) {
+      for (const ort::CustomOp* op : ops) {
+        throw_if_failed(ort::custom_op_domain_add(api, created, op));
+      }
     }
     return created;
   }();
@@ -35,13 +39,12 @@ extern "C" KVCONV_EXPORT kvconv::ort::Status* RegisterCustomOps(
   if (api == nullptr) {
     // This ONNX Runtime is older; version 1 has all that a status needs.
     const ort::Api* oldest = base->get_api(1);
-    return kvconv::guarded(oldest, [&] {
-      throw kvconv::OpError{kvconv::text("kvconv's op library needs ONNX Runtime 1.",
-                                         ort::kApiVersion, " or newer; this is ",
-                                         base->get_version_string(), ".")};
+    return kvconv::guarded(oldest, "kvconv", [&] {
+      kvconv::refuse(kvconv::text("the op library needs ONNX Runtime 1.", ort::kApiVersion,
+                                  " or newer; this is ", base->get_version_string(), "."));
     });
   }
-  return kvconv::guarded(api, [&] {
+  return kvconv::guarded(api, "kvconv", [&] {
     kvconv::throw_if_failed(ort::add_custom_op_domain(api, options, kvconv::domain(api)));
   });
 }

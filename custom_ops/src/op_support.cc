@@ -1,6 +1,9 @@
 // Reading a node and making its outputs, over the C ABI.
 #include "op_support.h"
 
+#include <algorithm>
+#include <thread>
+
 namespace kvconv {
 namespace {
 
@@ -24,7 +27,47 @@ void throw_if_other_type(const ort::Api* api, const ort::KernelInfo* info, const
   }
 }
 
+constexpr std::align_val_t kAlignment{64};
+
+thread_local Workspace thread_workspace;
+
+std::int64_t num_workers() {
+  static const std::int64_t count =
+      std::clamp<std::int64_t>(std::thread::hardware_concurrency(), 1, 256);
+  return count;
+}
+
 }  // namespace
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string result = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    result += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return result + "]";
+}
+
+ort::ElementType element_type(DataType type) {
+  switch (type) {
+    case DataType::kFloat16:
+      return ort::kFloat16;
+    case DataType::kBFloat16:
+      return ort::kBFloat16;
+    default:
+      return ort::kFloat32;
+  }
+}
+
+DataType data_type(ort::ElementType type) {
+  if (type == ort::kFloat16) return DataType::kFloat16;
+  if (type == ort::kBFloat16) return DataType::kBFloat16;
+  return DataType::kFloat32;
+}
+
+void require_type(const Tensor& tensor, const char* name, ort::ElementType type) {
+  if (!tensor.exists || tensor.type == type) return;
+  refuse(text(name, " has ONNX element type ", tensor.type, "; this node takes ", type, "."));
+}
 
 Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index) {
   Tensor tensor;
@@ -57,8 +100,7 @@ void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t 
   ort::Value* value = nullptr;
   throw_if_failed(ort::get_output(api, context, index, shape.data(), shape.size(), &value));
   if (value == nullptr) {
-    refuse(text("output ", index,
-                " is absent; output, present_key and present_value must all be there."));
+    refuse(text("output ", index, " is absent; every output that this op makes must be there."));
   }
   void* data = nullptr;
   throw_if_failed(ort::get_tensor_mutable_data(api, value, &data));
@@ -92,6 +134,35 @@ std::string read_string(const ort::Api* api, const ort::KernelInfo* info, const 
   throw_if_failed(ort::get_attribute_string(api, info, name, value.data(), &size));
   value.resize(size > 0 ? size - 1 : 0);
   return value;
+}
+
+void Workspace::reserve(std::size_t bytes) {
+  if (bytes <= bytes_) return;
+  memory_.reset();
+  bytes_ = 0;
+  memory_.reset(::operator new(bytes, kAlignment));
+  bytes_ = bytes;
+}
+
+void Workspace::Delete::operator()(void* memory) const { ::operator delete(memory, kAlignment); }
+
+BorrowedWorkspace::BorrowedWorkspace(std::size_t bytes)
+    : workspace_(std::exchange(thread_workspace, Workspace())) {
+  workspace_.reserve(bytes);
+}
+
+BorrowedWorkspace::~BorrowedWorkspace() { thread_workspace = std::move(workspace_); }
+
+ParallelFor Pool::parallel_for() { return {run, this, num_workers()}; }
+
+void Pool::throw_if_failed() const { kvconv::throw_if_failed(failure_); }
+
+void Pool::run(void* pool, void (*task)(void*, std::size_t), void* data, std::size_t count) {
+  Pool* self = static_cast<Pool*>(pool);
+  ort::Status* status = ort::parallel_for(self->api_, self->context_, task, count, 0, data);
+  if (status == nullptr) return;
+  if (self->failure_ != nullptr) ort::release_status(self->api_, self->failure_);
+  self->failure_ = status;
 }
 
 }  // namespace kvconv

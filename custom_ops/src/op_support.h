@@ -1,13 +1,16 @@
 // What an op's face needs from ONNX Runtime: errors that become statuses, and tensors.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "kvconv/kernel.h"
 #include "kvconv/ort_abi.h"
 
 namespace kvconv {
@@ -28,7 +31,7 @@ struct OpError {
 
 [[noreturn]] inline void refuse(const std::string& message,
                                 ort::ErrorCode code = ort::kInvalidArgument) {
-  throw OpError{"kvconv::FlashAttention: " + message, code};
+  throw OpError{message, code};
 }
 
 // A status that ONNX Runtime gave us, on its way back to it.
@@ -41,15 +44,18 @@ inline void throw_if_failed(ort::Status* status) {
 }
 
 // Runs `body` and returns null, or the status that tells what it threw: nothing crosses the ABI.
+// Complaints begin with `who`, the op.
 template <typename Body>
-ort::Status* guarded(const ort::Api* api, const Body& body) noexcept {
+ort::Status* guarded(const ort::Api* api, const char* who, const Body& body) noexcept {
   try {
-    body();
-    return nullptr;
-  } catch (const OrtFailure& failure) {
-    return failure.status;
-  } catch (const OpError& error) {
-    return ort::create_status(api, error.code, error.message.c_str());
+    try {
+      body();
+      return nullptr;
+    } catch (const OrtFailure& failure) {
+      return failure.status;
+    } catch (const OpError& error) {
+      return ort::create_status(api, error.code, text(who, ": ", error.message).c_str());
+    }
   } catch (const std::bad_alloc&) {
     return ort::create_status(api, ort::kFail, "kvconv: out of memory.");
   } catch (...) {
@@ -65,6 +71,16 @@ struct Tensor {
   const void* data = nullptr;  // may be null when the tensor has no elements
 };
 
+// A shape as complaints spell it: [2, 3].
+std::string shape_text(const std::vector<std::int64_t>& shape);
+
+// The floating-point types of kernels and of ONNX.
+ort::ElementType element_type(DataType type);
+DataType data_type(ort::ElementType type);
+
+// Refuses an input of another type, unless it is absent.
+void require_type(const Tensor& tensor, const char* name, ort::ElementType type);
+
 Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index);
 
 // Makes output `index` with the shape and returns its memory; null when it has no elements.
@@ -79,5 +95,50 @@ float read_float(const ort::Api* api, const ort::KernelInfo* info, const char* n
                  float default_value);
 std::string read_string(const ort::Api* api, const ort::KernelInfo* info, const char* name,
                         const std::string& default_value);
+
+// Memory that a kernel works in, 64-byte aligned, contents undefined.
+class Workspace {
+ public:
+  void reserve(std::size_t bytes);
+  void* get() const { return memory_.get(); }
+
+ private:
+  struct Delete {
+    void operator()(void* memory) const;
+  };
+  std::unique_ptr<void, Delete> memory_;
+  std::size_t bytes_ = 0;
+};
+
+// A Workspace of at least so many bytes, for the duration of a run. Each thread that runs sessions
+// keeps its last one for the next run; it is taken out of its place while in use, so that a nested
+// run would get another.
+class BorrowedWorkspace {
+ public:
+  explicit BorrowedWorkspace(std::size_t bytes);
+  ~BorrowedWorkspace();
+  BorrowedWorkspace(const BorrowedWorkspace&) = delete;
+  BorrowedWorkspace& operator=(const BorrowedWorkspace&) = delete;
+  void* get() const { return workspace_.get(); }
+
+ private:
+  Workspace workspace_;
+};
+
+// ONNX Runtime's own threads, as the kernels ask for them.
+class Pool {
+ public:
+  Pool(const ort::Api* api, const ort::KernelContext* context) : api_(api), context_(context) {}
+  ParallelFor parallel_for();
+  // Throws what ONNX Runtime complained about, if anything.
+  void throw_if_failed() const;
+
+ private:
+  static void run(void* pool, void (*task)(void*, std::size_t), void* data, std::size_t count);
+
+  const ort::Api* api_;
+  const ort::KernelContext* context_;
+  ort::Status* failure_ = nullptr;
+};
 
 }  // namespace kvconv

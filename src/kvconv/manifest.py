@@ -19,14 +19,18 @@ from kvconv import __version__
 from kvconv.errors import BundleError, VerificationError
 from kvconv.names import MANIFEST_FILE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
 AttentionFlavour = Literal["flash", "standard", "gqa"]
 ActivationDtype = Literal["float32", "float16"]
+QuantizedDtype = Literal["int8", "int4"]
+WeightsDtype = Literal["float32", "float16", "int8", "int4"]
 CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]
+_LATER_FIELDS = frozenset({"quantization"})
+"""Fields that manifests of format 1 do not have; their defaults say what those bundles are."""
 _CHECKSUM_KEY = "manifest_sha256"
 _NO_CHECKSUM = "0" * 64
 
@@ -69,6 +73,27 @@ class CacheLayer:
     window_size: int | None = None
     cache_mode: CacheMode = "auto"
     capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How linear weights are quantised.
+
+    Attributes:
+        bits: Of a weight.
+        head_bits: Of the LM head's weights, and of an embedding that is tied to it.
+        block_size: Weights of a row that share a scale.
+        symmetric: Whether all zero points are the middle, 2^(bits-1); 8-bit weights always are.
+        accuracy_level: 4: activations become 8-bit integers, in blocks; 1: they stay float.
+        method: How scales and zero points were chosen.
+    """
+
+    bits: int
+    head_bits: int
+    block_size: int
+    symmetric: bool
+    accuracy_level: int
+    method: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +175,7 @@ class Manifest:
         model_type: Hugging Face model type, for example `llama`.
         attention: Flavour of the attention nodes.
         dtype: Type of the activations.
-        weights_dtype: Type of the stored weights.
+        weights_dtype: Type of the stored linear weights.
         opset: Version of the default ONNX domain.
         op_version: Version of the kvconv operator domain; None when the graph uses none.
         vocab_size: Width of the logits.
@@ -165,6 +190,7 @@ class Manifest:
         files: Every file of the bundle except the manifest.
         refusals: Sentences saying what was left alone, and why.
         verification: Result of the last verification.
+        quantization: How int8 and int4 weights were made; None for float ones.
         kvconv_version: Version that wrote the bundle.
         format_version: Version of this format.
     """
@@ -174,7 +200,7 @@ class Manifest:
     model_type: str
     attention: AttentionFlavour
     dtype: ActivationDtype
-    weights_dtype: ActivationDtype
+    weights_dtype: WeightsDtype
     opset: int
     op_version: int | None
     vocab_size: int
@@ -189,6 +215,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     refusals: tuple[str, ...] = ()
     verification: Verification = field(default_factory=lambda: Verification("skipped"))
+    quantization: Quantization | None = None
     kvconv_version: str = __version__
     format_version: int = FORMAT_VERSION
 
@@ -323,10 +350,10 @@ def from_json(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise TypeError(f"{where} must be an object, found {value!r}")
         hints = get_type_hints(hint)
-        unknown, missing = value.keys() - hints.keys(), hints.keys() - value.keys()
+        unknown, missing = value.keys() - hints.keys(), hints.keys() - value.keys() - _LATER_FIELDS
         if unknown or missing:
             raise ValueError(f"{where} lacks {sorted(missing)} or has unknown {sorted(unknown)}")
-        fields = {name: from_json(hints[name], value[name], f"{where}.{name}") for name in hints}
+        fields = {name: from_json(hints[name], value[name], f"{where}.{name}") for name in value}
         return typing.cast(Any, hint)(**fields)
     if origin is types.UnionType:
         return None if value is None else from_json(arguments[0], value, where)

@@ -27,6 +27,18 @@ def peak_rss_mb() -> float | None:
     return _getrusage_mb("RUSAGE_SELF")
 
 
+def reset_peak_rss() -> bool:
+    """Let `peak_rss_mb` count from what is resident now; returns False where that is not possible.
+
+    Linux only: "5" is what /proc/PID/clear_refs takes for it (proc(5)).
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def peak_rss_of_children_mb() -> float | None:
     """Return the largest resident memory of a process that this one started and that has ended.
 

@@ -29,6 +29,10 @@ ORT_DOMAIN = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""
 GROUP_QUERY_ATTENTION = "GroupQueryAttention"
 
+MATMUL_NBITS = "MatMulNBits"
+GATHER_NBITS = "GatherBlockQuantized"
+"""Operators on quantised weights: ONNX Runtime's and kvconv's own have the same names."""
+
 TRACE_DOMAIN = "kvconv.trace"
 """Domain of the placeholder nodes that tracing writes; no finished model contains one."""
 TRACE_ATTENTION = "Attention"

@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace kvconv {
+#include "kvconv/kernel.h"
 
-enum class DataType : std::uint8_t { kFloat32, kFloat16, kBFloat16 };
+namespace kvconv {
 
 // One run of the op on the CPU: every pointer and size, already checked by the op's face. A kernel
 // appends the new keys (rotated) and values to the cache, then attends; it cannot fail.
@@ -60,15 +60,6 @@ struct AttentionParams {
   std::int64_t bias_strides[4] = {};     // elements, of batch, head, query and slot; 0 = broadcast
   const float* alibi_slopes = nullptr;   // [N]: slope * (slot - query's slot) is added; may be null
   const float* head_sink = nullptr;      // [N]: one more logit in the softmax; may be null
-};
-
-// How a kernel gets its threads: run(pool, task, data, count) calls task(data, i) once for every i
-// in [0, count), on any thread, and returns when all are done. A task must not throw.
-struct ParallelFor {
-  void (*run)(void* pool, void (*task)(void* data, std::size_t index), void* data,
-              std::size_t count) = nullptr;
-  void* pool = nullptr;
-  std::int64_t num_workers = 1;  // more than this many tasks never run at once
 };
 
 // A build of the flash kernel for one instruction set.

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kvconv/attention.h"
+#include "kvconv/kernel.h"
 
 namespace kvconv {
 

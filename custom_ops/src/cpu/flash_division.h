@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kvconv/attention.h"
+#include "tasks.h"
 
 namespace kvconv {
 namespace {
@@ -16,10 +17,6 @@ constexpr std::int64_t kKeyTile = 64;  // keys whose scores are held at once
 constexpr std::int64_t kMaxBlockRows = 64;
 constexpr std::int64_t kMinSplitKeys = 256;  // fewer are not worth the combining
 constexpr std::int64_t kWantedTasks = 64;
-
-std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-std::int64_t round_up(std::int64_t a, std::int64_t unit) { return (a + unit - 1) / unit * unit; }
 
 // How the work is divided.
 struct Division {
@@ -120,30 +117,6 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
   float* partial = take(partial_floats(p, d));
   if (memory != nullptr) scratch->partial = partial_at(partial, d);
   return used;
-}
-
-// Calls body(worker, task) for every task in [0, count); worker is below parallel_for.num_workers.
-template <typename Body>
-void for_each_task(const ParallelFor& parallel_for, std::int64_t count, const Body& body) {
-  struct Shared {
-    const Body* body;
-    std::int64_t count;
-    std::int64_t next;
-  } shared{&body, count, 0};
-  const auto work = [](void* data, std::size_t worker) {
-    Shared* s = static_cast<Shared*>(data);
-    for (;;) {
-      const std::int64_t task = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
-      if (task >= s->count) return;
-      (*s->body)(static_cast<std::int64_t>(worker), task);
-    }
-  };
-  const std::int64_t workers = min_of(count, parallel_for.num_workers);
-  if (workers > 1) {
-    parallel_for.run(parallel_for.pool, work, &shared, static_cast<std::size_t>(workers));
-  } else {
-    work(&shared, 0);
-  }
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // The choice among the builds of the flash kernel, made once, from what the processor reports.
 #include "kvconv/attention.h"
+#include "kvconv/gated_activation.h"
+#include "kvconv/quantized.h"
 
 namespace kvconv {
 
@@ -25,6 +27,20 @@ const std::vector<FlashKernel>& flash_kernels() {
     kernels.push_back(kFlashPortable);
     return kernels;
   }();
+  return supported;
+}
+
+const std::vector<MatMulKernel>& matmul_kernels() {
+  static const std::vector<MatMulKernel> supported = {
+      {"reference", [](const MatMulParams&, std::int64_t) -> std::size_t { return 0; },
+       [](const MatMulParams& p, void*, const ParallelFor&) { matmul_reference(p); }}};
+  return supported;
+}
+
+const std::vector<GatedActivationKernel>& gated_activation_kernels() {
+  static const std::vector<GatedActivationKernel> supported = {
+      {"reference",
+       [](const GatedActivationParams& p, const ParallelFor&) { gated_activation_reference(p); }}};
   return supported;
 }
 

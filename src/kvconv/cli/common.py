@@ -39,6 +39,12 @@ trust_remote_code_option = click.option(
 )
 
 
+prefill_chunk_option = click.option(
+    "--prefill-chunk", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
+    help="Tokens of a prompt that run at once: more take more memory, and change no result.",
+)  # fmt: skip
+
+
 class Command(click.Command):
     """A command with --debug, whose errors for a person end as one line and exit code 1."""
 

@@ -38,6 +38,31 @@ if TYPE_CHECKING:
     help="Type of weights and activations.",
 )  # fmt: skip
 @click.option(
+    "--weights",
+    type=click.Choice(["int8", "int4"]),
+    help="Type of linear weights. [default: that of --dtype]",
+)
+@click.option(
+    "--block-size",
+    type=click.Choice(["16", "32", "64", "128", "256"]),
+    default="32",
+    show_default=True,
+    help="Quantised weights that share a scale.",
+)
+@click.option(
+    "--symmetric/--asymmetric",
+    default=None,
+    help="int4 weights without or with zero points. [default: with]",
+)
+@click.option(
+    "--accuracy-level",
+    type=click.Choice(["1", "4"]),
+    default="4",
+    show_default=True,
+    help="Products with quantised weights. 4: activations become 8-bit integers. 1: they stay "
+    "float, which is slower.",
+)
+@click.option(
     "--attention", type=click.Choice(list(FLAVOURS)), default="flash", show_default=True,
     help="flash: kvconv's own op, in-place cache. standard: ONNX operators only. gqa: ONNX "
     "Runtime's GroupQueryAttention, in-place cache, no padding.",
@@ -56,7 +81,15 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is there already.")
 @click.option("--no-verify", is_flag=True, help="Skip the comparison with PyTorch.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line.")
-def command(model: str, output: Path, no_verify: bool, as_json: bool, **options: Any) -> None:
+def command(
+    model: str,
+    output: Path,
+    no_verify: bool,
+    as_json: bool,
+    block_size: str,
+    accuracy_level: str,
+    **options: Any,
+) -> None:
     """Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
 
     MODEL is a hub id, a folder made by save_pretrained, a .gguf file, or OWNER/NAME/FILE.gguf for
@@ -65,12 +98,13 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
 
     \b
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
-    kvconv export models/SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2 --dtype float16
+    kvconv export models/SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2 --weights int4
     """  # noqa: D301 - click wants the control character that \b stands for
     with needs_extra("cpu,export"):
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier
 
+        options |= {"block_size": int(block_size), "accuracy_level": int(accuracy_level)}
         verifier = None if no_verify else Verifier()
         started = time.perf_counter()
         with StageLines() as stages:
@@ -85,6 +119,14 @@ def command(model: str, output: Path, no_verify: bool, as_json: bool, **options:
 def _show(report: "ExportReport", seconds: float) -> None:
     rewrites = ", ".join(f"{name} {count}" for name, count in report.rewrites.items() if count)
     print_status(f"rewrites       {rewrites}")
+    if report.weights is not None:
+        weights = report.weights
+        print_status(
+            f"weights        {weights.quantized_bytes / 1e6:.1f} MB quantised to "
+            f"{weights.stored_bytes / 1e6:.1f} MB"
+        )
+        for reason, left in weights.left_bytes.items():
+            print_status(f"left float     {left / 1e6:.2f} MB: {reason}")
     for refusal in report.refusals:
         print_status(f"left alone     {refusal}")
     for line in describe(report.verification):

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvconv.cli.chat import Chat
-from kvconv.cli.common import Command, needs_extra, print_status
+from kvconv.cli.common import Command, needs_extra, prefill_chunk_option, print_status
 from kvconv.cli.generation import generate, print_stats
 from kvconv.cli.model_cache import (
     ModelOptions,
@@ -52,6 +52,7 @@ _BATCH_SIZE = 8
     "--max-sequence-length", type=click.IntRange(min=1), metavar="N",
     help="Most tokens in the cache, prompt included; default: what the model holds.",
 )  # fmt: skip
+@prefill_chunk_option
 @click.option(
     "--threads", type=click.IntRange(1, 256), envvar="KVCONV_THREADS", show_envvar=True,
     metavar="N", help="Threads; default: one per core.",
@@ -81,6 +82,7 @@ def command(
     revision: str | None,
     trust_remote_code: bool,
     max_sequence_length: int | None,
+    prefill_chunk: int,
     threads: int | None,
     provider: Any,
     use_bundle_library: bool,
@@ -138,6 +140,7 @@ def command(
             threads=threads,
             provider=provider,
             use_bundle_library=use_bundle_library,
+            prefill_chunk=prefill_chunk,
         )
     if many is not None:
         from kvconv.cli.batch import run_prompts

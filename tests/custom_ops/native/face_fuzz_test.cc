@@ -188,7 +188,8 @@ void spoil(Random& random, Run& run) {
 
 const ort::CustomOp& op_for(const Run& run) {
   for (const ort::CustomOp* op : registered_ops()) {
-    if (op->get_input_type(op, kQuery) == onnx_type(run.activation) &&
+    if (op->get_name(op) == std::string("FlashAttention") &&
+        op->get_input_type(op, kQuery) == onnx_type(run.activation) &&
         op->get_input_type(op, kPastKey) == onnx_type(run.cache)) {
       return *op;
     }

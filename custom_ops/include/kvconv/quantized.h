@@ -1,0 +1,65 @@
+// A matrix of weights quantised in blocks along its rows, as MatMulNBits and GatherBlockQuantized
+// read it where ONNX Runtime mapped it, and the kernels over it. Knows nothing of ONNX Runtime.
+//
+// Letters: M rows of activations, N rows of weights (outputs), K columns (inputs).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kvconv/kernel.h"
+
+namespace kvconv {
+
+// Weight [n, k] is (q[n, k] - zero_point[n, block]) * scale[n, block]. A row is its blocks in
+// order, `block_size` weights each, the last one padded; at 4 bits the low half of a byte is the
+// even k.
+struct QuantizedMatrix {
+  std::int64_t rows = 0;         // N
+  std::int64_t columns = 0;      // K
+  int bits = 4;                  // or 8
+  std::int64_t block_size = 32;  // a power of two from 16 to 256
+  DataType scale_type = DataType::kFloat32;
+
+  const std::uint8_t* data = nullptr;  // [N, row_bytes]
+  const void* scales = nullptr;        // [N, num_blocks]
+  const void* zero_points = nullptr;   // [N, num_blocks] of the scales' type; null = middle()
+
+  std::int64_t num_blocks() const { return (columns + block_size - 1) / block_size; }
+  std::int64_t row_bytes() const { return num_blocks() * block_size * bits / 8; }
+  int middle() const { return 1 << (bits - 1); }
+};
+
+// One run of MatMulNBits on the CPU: output = a x weights^T + bias. All checked by the op's face.
+struct MatMulParams {
+  QuantizedMatrix weights;
+  std::int64_t num_rows = 0;                      // M
+  DataType activation_type = DataType::kFloat32;  // a, bias and output; float32 or float16
+  bool quantizes_activations = true;              // to int8 in pieces of 32 (16 at block size 16)
+  const void* a = nullptr;                        // [M, K]
+  const void* bias = nullptr;                     // [N]; may be null
+  void* output = nullptr;                         // [M, N]
+};
+
+// A build of the matrix product for one instruction set. A row of the result depends on its own
+// row of `a` alone, bit by bit: not on M, nor on the number of threads.
+struct MatMulKernel {
+  const char* name;
+  std::size_t (*workspace_bytes)(const MatMulParams& params, std::int64_t num_workers);
+  // workspace: 64-byte aligned, workspace_bytes long, contents ignored and overwritten.
+  void (*run)(const MatMulParams& params, void* workspace, const ParallelFor& parallel_for);
+};
+
+// The builds that this machine can run, best first; never empty, the last one is portable.
+const std::vector<MatMulKernel>& matmul_kernels();
+
+// The plain product that every fast one is tested against: one thread, double precision, rounding
+// the activations to int8 where the run asks for it.
+void matmul_reference(const MatMulParams& params);
+
+// Writes rows `indices` of the weights as float32: output [count, K]. Every index is in [0, N).
+void gather_rows(const QuantizedMatrix& weights, const std::int64_t* indices, std::int64_t count,
+                 float* output, const ParallelFor& parallel_for);
+
+}  // namespace kvconv

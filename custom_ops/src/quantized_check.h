@@ -1,0 +1,28 @@
+// The quantised matrix of a node, as the faces of the ops over one share it.
+#pragma once
+
+#include <cstdint>
+
+#include "kvconv/quantized.h"
+#include "op_support.h"
+
+namespace kvconv {
+
+// The names that an op gives a quantised matrix's inputs in its complaints.
+struct QuantizedInputNames {
+  const char* data;
+  const char* scales;
+  const char* zero_points;
+};
+
+// Reads and checks K, bits and block_size, and N (when `has_rows`); throws OpError. All else of the
+// matrix is left for a run.
+QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::KernelInfo* info,
+                                          bool has_rows);
+
+// Fills in the matrix of a run from its inputs. `matrix` holds the attributes; a `rows` of 0 takes
+// the number of rows from the data. Throws OpError, naming both numbers that disagree.
+void read_quantized_inputs(const Tensor& data, const Tensor& scales, const Tensor& zero_points,
+                           const QuantizedInputNames& names, QuantizedMatrix* matrix);
+
+}  // namespace kvconv
