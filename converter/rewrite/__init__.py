@@ -53,6 +53,7 @@ from kvconv.converter.rewrite import (
     packed_qkv,
     past_length,
     rotary,
+    skip_norm,
     standard,
     tidy,
 )
@@ -85,7 +86,7 @@ _BEFORE: tuple[Rule, ...] = (tidy, norm, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, *_FLASH, packed_qkv, gated, *_AFTER),
+    "flash": (*_BEFORE, *_FLASH, packed_qkv, gated, skip_norm, *_AFTER),
     "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
