@@ -83,6 +83,9 @@ class ScriptedSession:
         if attention_mask is None:
             attention_mask = np.ones_like(cache.tokens)
         assert attention_mask.shape == cache.tokens.shape
+        if position_ids is not None:
+            counted = np.cumsum(attention_mask, axis=1)[:, -input_ids.shape[1] :] - 1
+            np.testing.assert_array_equal(position_ids, counted)
         self.run_lengths.append(input_ids.shape[1])
         logits = np.zeros((cache.batch_size, 1, VOCAB_SIZE), np.float32) if out is None else out
         logits[...] = 0

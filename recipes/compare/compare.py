@@ -74,7 +74,7 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             _, errors = self._process.communicate()
-            sys.exit(f"{self.name} ended:\n{errors[-2000:]}")
+            sys.exit(f"{self.name} ended with {self._process.returncode}: {errors[-2000:]}")
         document: dict[str, Any] = json.loads(line)
         return document
 
@@ -104,7 +104,8 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
         else:
             flash = "on" if peer == "llamacpp-fa" else "off"
             python = python_of("llamacpp", arguments.envs)
-            add(peer, python, "llamacpp", arguments.model.absolute(), flash)
+            extra = "off" if arguments.no_extra_buffers else "on"
+            add(peer, python, "llamacpp", arguments.model.absolute(), flash, extra)
     return found
 
 
@@ -113,9 +114,10 @@ def measure(
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Return all samples by peer and depth; every round runs all peers at every depth."""
     samples: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    random = np.random.default_rng(0)
     prompts = {
-        depth: random.integers(100, arguments.vocab_size - 100, (arguments.batch, depth))
+        depth: np.random.default_rng(0).integers(
+            100, arguments.vocab_size - 100, (arguments.batch, depth)
+        )
         for depth in depths
     }
     for peer in peers:
@@ -180,6 +182,11 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=49152, help="of the model [49152]")
     parser.add_argument("--work", type=Path, default=Path("build/compare"), help="built models")
     parser.add_argument("--envs", type=Path, help="virtual environments [WORK/envs]")
+    parser.add_argument(
+        "--no-extra-buffers",
+        action="store_true",
+        help="llama.cpp without AMX and repacked weights, where those end with an error",
+    )
     parser.add_argument("--prepare", action="store_true", help="only make what is missing")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     arguments = parser.parse_args()

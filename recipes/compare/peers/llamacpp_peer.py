@@ -1,6 +1,8 @@
 """llama.cpp through llama-cpp-python's low level, so that batches work: float16 cache.
 
-Usage: python llamacpp_peer.py FILE.gguf THREADS FLASH_ATTENTION(on|off)
+Usage: python llamacpp_peer.py FILE.gguf THREADS FLASH_ATTENTION(on|off) EXTRA_BUFFERS(on|off)
+
+Extra buffers hold weights repacked for the CPU, for AMX among others.
 """
 
 import ctypes
@@ -11,7 +13,8 @@ from typing import Any
 import numpy as np
 from protocol import Clock, Run, serve, set_threads
 
-FILE, THREADS, FLASH = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "on"
+FILE, THREADS = sys.argv[1], int(sys.argv[2])
+FLASH, EXTRA_BUFFERS = (text == "on" for text in sys.argv[3:5])
 UBATCH = 512
 SLOT_STEP = 256  # capacities of llama.cpp are multiples of it
 
@@ -26,6 +29,7 @@ def load() -> tuple[Run, dict[str, Any]]:
     llama.llama_backend_init()
     model_params = llama.llama_model_default_params()
     model_params.n_gpu_layers = 0
+    model_params.use_extra_bufts = EXTRA_BUFFERS
     model = llama.llama_model_load_from_file(FILE.encode(), model_params)
     if not model:
         sys.exit(f"llama.cpp cannot load {FILE}")
@@ -89,6 +93,7 @@ def load() -> tuple[Run, dict[str, Any]]:
     return run, {
         "version": llama.__version__,
         "flash_attention": FLASH,
+        "extra_buffers": EXTRA_BUFFERS,
         "cache": "float16",
         "system": llama.llama_print_system_info().decode(),
     }
