@@ -60,9 +60,11 @@ def columns(tensor: gs.Tensor) -> Columns | None:
             return None
         start, end = (int(np.clip(b + width * (b < 0), 0, width)) for b in (starts[0], ends[0]))
         return Columns(source, start, end)
-    shapes = [output.shape for output in node.outputs]
-    widths = numbers[0] if numbers else [None if s is None else s[-1] for s in shapes]
-    if node.attrs.get("axis", 0) not in (-1, last) or not all(isinstance(w, int) for w in widths):
+    given = (
+        numbers[0] if numbers else [output.shape and output.shape[-1] for output in node.outputs]
+    )
+    widths = [size for size in given if isinstance(size, int)]
+    if node.attrs.get("axis", 0) not in (-1, last) or len(widths) < len(node.outputs):
         return None
     index = next(i for i, output in enumerate(node.outputs) if output is tensor)
     start = sum(widths[:index])
