@@ -28,8 +28,8 @@ void compute(const SkipNormNode& node, ort::KernelContext* context) {
                 "; both must be [.., width]."));
   }
   if (weight.shape != std::vector<std::int64_t>{input.shape.back()}) {
-    refuse(text("weight has shape ", shape_text(weight.shape), ", input ",
-                shape_text(input.shape), "; weight must be as wide as input."));
+    refuse(text("weight has shape ", shape_text(weight.shape), ", input ", shape_text(input.shape),
+                "; weight must be as wide as input."));
   }
   SkipNormParams p;
   p.width = input.shape.back();

@@ -9,7 +9,7 @@
 namespace kvconv {
 namespace {
 
-constexpr std::int64_t kLanes = 16;           // partial sums, so that additions do not wait
+constexpr std::int64_t kLanes = 16;            // partial sums, so that additions do not wait
 constexpr std::int64_t kTaskElements = 16384;  // less than this is not worth a second thread
 
 void norm_row(const SkipNormParams& p, std::int64_t row) {
