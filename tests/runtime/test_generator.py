@@ -140,7 +140,7 @@ def test_prefill_in_any_chunks_feeds_the_same_tokens(chunk_tokens):
     cache = generator.session.new_cache(1, 16)
     logits = generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), chunk_tokens=chunk_tokens)
     assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9])
-    logits = generator.decode(cache, np.array([10]))
+    logits = generator.session.run(cache, np.array([[10]]))
     assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9, 10])
     assert cache.length == 6
 
