@@ -20,8 +20,20 @@ number."""
 
 _CHUNK_WEIGHTS = 2**21
 """Weights searched at once, so that temporary memory stays near 100 MB."""
-_FEWER_STEPS = (0, 1, 2, 3, 4, 5, 6, 7)
-_CLIPPED_STEPS = (0.5, 1.0, 1.5, 2.0, 3.0)
+_STEPS = {
+    ("float", 4): (15.0, 14.0, 16.0),
+    ("integer", 4): (15.0, 14.0, 16.0),
+    ("none", 4): (8.0, 7.0, 7.5, 8.5, 9.0),
+    ("none", 8): (127.0, 128.0),
+}
+"""Zero points and bits -> into how many steps a range is divided, the likeliest first.
+
+Between a block's minimum and maximum lie 15 steps of 4 bits; 14 leave one unused, 16 clip. Without
+zero points the value farthest from zero is so many steps from it.
+"""
+_GRID_STEPS = (13.0, 12.0, 11.0, 10.0, 9.0, 8.0)
+"""Tried too where many blocks are on a grid: the others may use fewer of its points."""
+_MANY = 0.25
 _EXACT = 1e-6
 """Squared error in parts of the squared range below which a block is on a grid."""
 
@@ -94,6 +106,7 @@ class _Search:
     def __init__(
         self, blocks: torch.Tensor, bits: int, zero_points: ZeroPoints, scale_dtype: torch.dtype
     ) -> None:
+        self._bits = bits
         self._levels = 2**bits - 1
         self._middle = 2.0 ** (bits - 1)
         self._zero_points = zero_points
@@ -119,35 +132,14 @@ class _Search:
             )
         good_enough = _EXACT * (high - low).square()
         open_blocks = torch.arange(len(low))
-        for steps in self._steps():
+        grid_steps = () if self._zero_points == "none" else _GRID_STEPS
+        for steps in (*_STEPS[self._zero_points, self._bits], *grid_steps):
+            on_grid = 1 - len(open_blocks) / len(low)
+            if on_grid == 1 or (on_grid < _MANY and steps in grid_steps):
+                break
             self._try(open_blocks, low, high, steps)
             open_blocks = open_blocks[self._error[open_blocks] > good_enough[open_blocks]]
-            if not len(open_blocks):
-                break
         return self._q, self._scales, self._zeros
-
-    def _steps(self) -> list[float]:
-        """Return into how many steps a block's range is divided, the likeliest first."""
-        if self._zero_points == "none":
-            return (
-                [127.0, 128.0]
-                if self._levels > 15
-                else [
-                    8.0,
-                    7.0,
-                    7.5,
-                    8.5,
-                    9.0,
-                    6.5,
-                    6.0,
-                    10.0,
-                    5.0,
-                    4.0,
-                ]
-            )
-        if self._levels > 15:
-            return [float(self._levels)]
-        return [self._levels - n for n in _FEWER_STEPS] + [self._levels + n for n in _CLIPPED_STEPS]
 
     def _try(
         self, chosen: torch.Tensor, low: torch.Tensor, high: torch.Tensor, steps: float
@@ -155,43 +147,38 @@ class _Search:
         blocks, low, high = self._blocks[chosen], low[chosen], high[chosen]
         if self._zero_points == "none":
             # The value farthest from zero decides the sign: 2^(bits-1) steps are on one side only.
-            farthest = torch.where(high > -low, high, low)
-            scales = -farthest / steps
-            self._keep(chosen, blocks, scales, torch.full_like(scales, self._middle))
-            scales = self._refit_scale(blocks, *self._round(blocks, scales, self._middle))
-            self._keep(chosen, blocks, scales, torch.full_like(scales, self._middle))
+            scales = -torch.where(high > -low, high, low) / steps
+            self._fit(chosen, blocks, scales, torch.full_like(scales, self._middle))
             return
         scales = (high - low) / steps
-        centre = (high + low) / 2
-        zeros = self._levels / 2 - centre / _not_zero(scales)
-        if steps < self._levels:
-            zeros = -low / _not_zero(scales)
-        if self._zero_points == "integer":
-            for side in (torch.floor(zeros), torch.ceil(zeros)):
-                side = side.clamp(0, self._levels)
-                self._keep(chosen, blocks, scales, side)
-                refit = self._refit_scale(blocks, *self._round(blocks, scales, side))
-                self._keep(chosen, blocks, refit, side)
+        # With fewer steps than there are levels, the first levels; with more, the middle is met.
+        zeros = -low / _not_zero(scales) - max(0.0, steps - self._levels) / 2
+        if self._zero_points == "float":
+            self._fit(chosen, blocks, scales, zeros)
             return
-        self._keep(chosen, blocks, scales, zeros)
-        q, _ = self._round(blocks, scales, zeros)
-        mean_q, mean_w = q.mean(dim=1), blocks.mean(dim=1)
-        spread = (q - mean_q[:, None]).square().sum(dim=1)
-        slope = ((q - mean_q[:, None]) * blocks).sum(dim=1) / _not_zero(spread)
-        self._keep(chosen, blocks, slope, mean_q - mean_w / _not_zero(slope))
+        for side in (zeros.floor(), zeros.ceil()):
+            self._fit(chosen, blocks, scales, side.clamp(0, self._levels))
 
-    def _refit_scale(
-        self, blocks: torch.Tensor, q: torch.Tensor, zeros: torch.Tensor
-    ) -> torch.Tensor:
-        centred = q - zeros
-        return (centred * blocks).sum(dim=1) / _not_zero(centred.square().sum(dim=1))
+    def _fit(
+        self, chosen: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> None:
+        """Fit the scale (and a zero point that may be any number) to the integers it gives."""
+        q = self._round(blocks, scales, zeros)
+        if self._zero_points == "float":
+            mean_q, mean = q.mean(dim=1, keepdim=True), blocks.mean(dim=1)
+            q -= mean_q
+            scales = (q * blocks).sum(dim=1) / _not_zero(q.square().sum(dim=1))
+            zeros = mean_q[:, 0] - mean / _not_zero(scales)
+        else:
+            q -= zeros[:, None]
+            scales = (q * blocks).sum(dim=1) / _not_zero(q.square().sum(dim=1))
+        self._keep(chosen, blocks, scales, zeros)
 
     def _round(
-        self, blocks: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        zero = zeros[:, None] if isinstance(zeros, torch.Tensor) else torch.tensor(zeros)
+        self, blocks: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> torch.Tensor:
         inverse = 1.0 / _not_zero(scales)
-        return (blocks * inverse[:, None] + zero).round_().clamp_(0, self._levels), zero
+        return (blocks * inverse[:, None]).add_(zeros[:, None]).round_().clamp_(0, self._levels)
 
     def _keep(
         self, chosen: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
@@ -200,8 +187,8 @@ class _Search:
         scales = scales.to(self._scale_dtype).float()
         if self._zero_points == "float":
             zeros = zeros.to(self._scale_dtype).float()
-        q, zero = self._round(blocks, scales, zeros)
-        error = ((q - zero) * scales[:, None]).sub_(blocks).square_().sum(dim=1)
+        q = self._round(blocks, scales, zeros)
+        error = (q - zeros[:, None]).mul_(scales[:, None]).sub_(blocks).square_().sum(dim=1)
         better = error < self._error[chosen]
         where = chosen[better]
         self._error[where] = error[better]

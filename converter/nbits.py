@@ -57,8 +57,14 @@ class NBitsWeight:
         """Plan the tensors; nothing is quantised yet.
 
         Args:
+            name: See the attributes, as for those not told here.
             rows: Gives the weight, [N, K].
-            quantization: Of the whole model; `bits` are this weight's own.
+            out_features: N.
+            in_features: K.
+            dtype: Float type of the weight and of what it multiplies.
+            bits: This weight's own.
+            quantization: Of the whole model.
+            own_ops: Whether kvconv's operators read it.
 
         Raises:
             ExportError: The weight holds infinities or NaN.

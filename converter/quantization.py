@@ -21,6 +21,7 @@ import torch
 from onnx_ir.passes import common
 
 from kvconv import names
+from kvconv.converter.linear_weight import LinearWeight
 from kvconv.converter.nbits import NBitsWeight, gather, matmul
 from kvconv.converter.options import WeightsReport
 from kvconv.converter.weights import INLINE_BYTES
@@ -241,6 +242,8 @@ def _nbits_weight(
     out_features, in_features = _sizes(weight)[:: -1 if is_transposed else 1]
 
     def rows() -> torch.Tensor:
+        if isinstance(tensor, LinearWeight):
+            return torch.from_numpy(tensor.torch_layout())
         array = tensor.numpy()
         return torch.from_numpy(np.ascontiguousarray(array.T if is_transposed else array))
 

@@ -4,9 +4,9 @@ Adds the overridable initializer num_logits_to_keep (int64 scalar, 0 = all posit
 
     Slice(x, starts=[-num_logits_to_keep], ends=[INT64_MAX], axes=[1])
 
-in front of the LM head, the last MatMul, MatMulNBits or Gemm before `logits`; between the two may lie what
-works on each position alone: Cast, a bias, a softcap, a Reshape around a Gemm. If something else
-lies there, the logits themselves are sliced.
+in front of the LM head, the last MatMul, MatMulNBits or Gemm before `logits`; between the two may
+lie what works on each position alone: Cast, a bias, a softcap, a Reshape around a Gemm. If
+something else lies there, the logits themselves are sliced.
 
 onnx-graphsurgeon cannot hold an initializer that is an input as well: it drops the input when
 reading. `kvconv.converter.rewrite.io.write_graph` puts it back.

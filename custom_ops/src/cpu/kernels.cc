@@ -1,4 +1,4 @@
-// The choice among the builds of the flash kernel, made once, from what the processor reports.
+// The choice among the builds of the kernels, made once, from what the processor reports.
 #include "kvconv/attention.h"
 #include "kvconv/gated_activation.h"
 #include "kvconv/quantized.h"
@@ -8,21 +8,38 @@ namespace kvconv {
 #if defined(KVCONV_HAS_X86)
 extern const FlashKernel kFlashAvx512;
 extern const FlashKernel kFlashAvx2;
+extern const MatMulKernel kMatMulVnni;
+extern const MatMulKernel kMatMulAvx512;
+extern const MatMulKernel kMatMulAvx2;
+extern const GatedActivationKernel kGatedActivationAvx512;
+extern const GatedActivationKernel kGatedActivationAvx2;
 #endif
 extern const FlashKernel kFlashPortable;
+extern const MatMulKernel kMatMulPortable;
+extern const GatedActivationKernel kGatedActivationPortable;
+
+namespace {
+
+#if defined(KVCONV_HAS_X86)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+#endif
+
+}  // namespace
 
 const std::vector<FlashKernel>& flash_kernels() {
   static const std::vector<FlashKernel> supported = [] {
     std::vector<FlashKernel> kernels;
 #if defined(KVCONV_HAS_X86)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      kernels.push_back(kFlashAvx512);
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c")) {
-      kernels.push_back(kFlashAvx2);
-    }
+    if (has_avx512()) kernels.push_back(kFlashAvx512);
+    if (has_avx2()) kernels.push_back(kFlashAvx2);
 #endif
     kernels.push_back(kFlashPortable);
     return kernels;
@@ -31,16 +48,29 @@ const std::vector<FlashKernel>& flash_kernels() {
 }
 
 const std::vector<MatMulKernel>& matmul_kernels() {
-  static const std::vector<MatMulKernel> supported = {
-      {"reference", [](const MatMulParams&, std::int64_t) -> std::size_t { return 0; },
-       [](const MatMulParams& p, void*, const ParallelFor&) { matmul_reference(p); }}};
+  static const std::vector<MatMulKernel> supported = [] {
+    std::vector<MatMulKernel> kernels;
+#if defined(KVCONV_HAS_X86)
+    if (has_vnni()) kernels.push_back(kMatMulVnni);
+    if (has_avx512()) kernels.push_back(kMatMulAvx512);
+    if (has_avx2()) kernels.push_back(kMatMulAvx2);
+#endif
+    kernels.push_back(kMatMulPortable);
+    return kernels;
+  }();
   return supported;
 }
 
 const std::vector<GatedActivationKernel>& gated_activation_kernels() {
-  static const std::vector<GatedActivationKernel> supported = {
-      {"reference",
-       [](const GatedActivationParams& p, const ParallelFor&) { gated_activation_reference(p); }}};
+  static const std::vector<GatedActivationKernel> supported = [] {
+    std::vector<GatedActivationKernel> kernels;
+#if defined(KVCONV_HAS_X86)
+    if (has_avx512()) kernels.push_back(kGatedActivationAvx512);
+    if (has_avx2()) kernels.push_back(kGatedActivationAvx2);
+#endif
+    kernels.push_back(kGatedActivationPortable);
+    return kernels;
+  }();
   return supported;
 }
 

@@ -1,6 +1,7 @@
 """The runtime's side: drives a bundle through the checks, without PyTorch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,18 +20,30 @@ _MAX_WHOLE_LOGITS = 2**25
 _CHUNKS = (1, 3, 17, 64, 31, 128, 257)
 _PADDED_CHUNK = 96
 _BATCH_STEPS = 4
+FLOAT_WEIGHTS = "PyTorch, float weights"
+"""The check of a bundle with quantised weights that compares it with PyTorch."""
 
 
 def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> Verification:
     """Run the checks of this package's list that the attention flavour takes; name the others."""
-    limits = Limits.of(manifest.dtype, reference.spread)
-    prompt, decoded = reference.prompt, reference.decoded
-    length = len(prompt.input_ids)
-    cache = session.new_cache(1, len(decoded.input_ids))
+    limits = tolerated = Limits.of(manifest.dtype, reference.spread)
+    length = len(reference.prompt.input_ids)
+    cache = session.new_cache(1, len(reference.decoded.input_ids))
     checks = []
 
     def check(name: str, found: FloatArray, wanted: FloatArray) -> None:
         checks.append(compare_logits(name, found, wanted, limits))
+
+    # 0. quantised weights: PyTorch once, loosely; the other checks compare the bundle with itself
+    if manifest.quantization is not None:
+        limits = tolerated = Limits.of(manifest.weights_dtype, reference.spread)
+        found = _chunked(session, cache, reference.prompt)
+        check(FLOAT_WEIGHTS, found, reference.prompt.logits)
+        cache.reset()
+        reference = _own_reference(session, reference, found)
+        rounds = manifest.quantization.accuracy_level == 4
+        limits = Limits.of("rounded activations" if rounds else manifest.dtype, reference.spread)
+    prompt, decoded = reference.prompt, reference.decoded
 
     # 1. whole prefill, and 3. decode behind it
     check("whole prefill", *_whole(session, cache, prompt))
@@ -46,8 +59,9 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     check("rewind and re-prompt", found, again.logits)
 
     # 2. chunked prefill
-    cache.reset()
-    check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
+    if manifest.quantization is None:
+        cache.reset()
+        check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
 
     # 4. left-padded batch, or one of equal lengths
     flavour, not_checked = FLAVOURS[manifest.attention], reference.not_checked
@@ -64,9 +78,33 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
 
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",
-        tolerance=limits.max_abs,
+        tolerance=tolerated.max_abs,
         checks=tuple(checks),
         not_checked=not_checked,
+    )
+
+
+def _own_reference(session: "Session", reference: Reference, prompt: FloatArray) -> Reference:
+    """Return a reference with the bundle's own logits, of one run from an empty cache each.
+
+    Args:
+        session: The bundle.
+        reference: PyTorch's.
+        prompt: The bundle's logits of the prompt, from a chunked prefill, which gives them all.
+    """
+
+    def run(part: Continuation) -> Continuation:
+        cache, first = session.new_cache(1, len(part.input_ids)), part.positions[0]
+        kept = len(part.input_ids) - first
+        logits = session.run(cache, _row(part.input_ids), num_logits_to_keep=kept)[0]
+        return replace(part, logits=logits[np.array(part.positions) - first])
+
+    return replace(
+        reference,
+        prompt=replace(reference.prompt, logits=prompt),
+        decoded=run(reference.decoded),
+        rows=tuple(map(run, reference.rows)),
+        reprompted=run(reference.reprompted),
     )
 
 

@@ -15,33 +15,42 @@ class Limits:
 
     Attributes:
         max_abs: Largest absolute logit difference.
-        tie: Where the argmax differs, largest difference of PyTorch's own two logits.
+        tie: Where the argmax differs, largest difference of the reference's own two logits.
+        kl: Largest mean KL divergence, in nats.
     """
 
     max_abs: float
     tie: float
+    kl: float
 
     @classmethod
     def of(cls, dtype: str, spread: float) -> "Limits":
-        """Return the limits for activations of a dtype and logits of some standard deviation."""
-        max_abs, tie = _PER_SPREAD[dtype]
-        return cls(max_abs * spread, tie * spread)
+        """Return the limits for a type of activations, or of weights that are quantised.
 
-    @property
-    def kl(self) -> float:
-        """Largest mean KL divergence, in nats.
-
-        Errors of standard deviation e give a divergence of e² / 2; typical errors must be no more
-        than a quarter of the largest one allowed.
+        Args:
+            dtype: A key of the table below.
+            spread: Standard deviation of the logits. KL divergences do not scale with it.
         """
-        return self.max_abs**2 / 32
+        max_abs, tie, kl = _PER_SPREAD[dtype]
+        # Errors of standard deviation e give a divergence of e^2 / 2; typical errors must be no
+        # more than a quarter of the largest one allowed.
+        return cls(
+            max_abs * spread, tie * spread, (max_abs * spread) ** 2 / 32 if kl is None else kl
+        )
 
 
-_PER_SPREAD = {
-    "float32": (2e-4, 2e-4),
-    "float16": (0.06, 0.02),
+_PER_SPREAD: dict[str, tuple[float, float, float | None]] = {
+    "float32": (2e-4, 2e-4, None),
+    "float16": (0.06, 0.02, None),
+    # Weights that are rounded: another model, close to the one that PyTorch runs. A wrong mask,
+    # rotation, softcap or window is farther off.
+    "int8": (1.0, 0.3, 0.02),
+    "int4": (3.0, 1.2, 0.2),
+    # The same bundle run in other pieces, with activations that become 8-bit integers: a
+    # difference in the last bit of a float is one step of such an integer, now and then.
+    "rounded activations": (0.5, 0.15, 0.01),
 }
-"""Activations' dtype -> Limits of logits with standard deviation 1."""
+"""What is compared -> Limits of logits with standard deviation 1; no KL for float: see `of`."""
 
 
 def compare_logits(name: str, found: FloatArray, wanted: FloatArray, limits: Limits) -> CheckResult:

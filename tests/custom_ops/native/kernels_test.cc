@@ -4,23 +4,12 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <thread>
 
 #include "check.h"
+#include "threads.h"
 
 namespace kvconv::test {
 namespace {
-
-// Runs the tasks on three threads of its own, several per thread.
-void run_on_threads(void*, void (*task)(void*, std::size_t), void* data, std::size_t count) {
-  std::vector<std::thread> threads;
-  for (std::size_t t = 0; t < 3; ++t) {
-    threads.emplace_back([=] {
-      for (std::size_t i = t; i < count; i += 3) task(data, i);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
 
 // Memory of exactly the elements asked for, so that AddressSanitizer sees one element too far.
 class Buffer {
