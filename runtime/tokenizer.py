@@ -95,7 +95,8 @@ class Tokenizer:
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def is_silent(self, token_id: int) -> bool:
         """Return whether an id has no text: a special token, or no token at all.
