@@ -162,16 +162,19 @@ class _Search:
     def _fit(
         self, chosen: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
     ) -> None:
-        """Fit the scale (and a zero point that may be any number) to the integers it gives."""
+        """Fit the scale (and a zero point that may be any number) to the integers it gives.
+
+        Where these are all the same there is nothing to fit.
+        """
         q = self._round(blocks, scales, zeros)
+        centre = q.mean(dim=1) if self._zero_points == "float" else zeros
+        q -= centre[:, None]
+        spread = q.square().sum(dim=1)
+        fitted = (q * blocks).sum(dim=1) / _not_zero(spread)
+        scales = torch.where((spread == 0) | (fitted == 0), scales, fitted)
         if self._zero_points == "float":
-            mean_q, mean = q.mean(dim=1, keepdim=True), blocks.mean(dim=1)
-            q -= mean_q
-            scales = (q * blocks).sum(dim=1) / _not_zero(q.square().sum(dim=1))
-            zeros = mean_q[:, 0] - mean / _not_zero(scales)
-        else:
-            q -= zeros[:, None]
-            scales = (q * blocks).sum(dim=1) / _not_zero(q.square().sum(dim=1))
+            offsets = centre - blocks.mean(dim=1) / _not_zero(scales)
+            zeros = torch.where(spread == 0, zeros, offsets)
         self._keep(chosen, blocks, scales, zeros)
 
     def _round(

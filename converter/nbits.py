@@ -12,7 +12,8 @@ ONNX Runtime's GatherBlockQuantized reads q as it is, [V, num_blocks, ..] with t
 quantised; its scales and zero points have that rank too, so they are stored twice there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,26 @@ import onnx_ir as ir
 import torch
 
 from kvconv import names
-from kvconv.converter.blocks import quantize
+from kvconv.converter.blocks import Blocks, ZeroPoints, quantize
+from kvconv.converter.linear_weight import Rows
 from kvconv.errors import ExportError
-from kvconv.manifest import Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a weight is quantised; see `kvconv.converter.blocks`."""
+
+    bits: int
+    block_size: int
+    zero_points: ZeroPoints
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, blocks of {self.block_size}"
+
 
 _MIN_HALF_SCALE, _MAX_HALF_SCALE = 2.0**-14, 2.0**15
 """Largest scale of a weight for which float16 serves: a normal number, with room above."""
+_SAMPLED_ROWS = 256
 _TORCH = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
 
 
@@ -36,6 +51,7 @@ class NBitsWeight:
         name: The weight's name in the checkpoint.
         out_features: N.
         in_features: K.
+        form: Bits, block size and zero points.
         bits: 8 or 4.
         block_size: Weights that share a scale.
         own_ops: Whether kvconv's operators read it.
@@ -46,34 +62,31 @@ class NBitsWeight:
         self,
         *,
         name: str,
-        rows: Callable[[], torch.Tensor],
+        rows: Sequence[Rows],
         out_features: int,
         in_features: int,
         dtype: ir.DataType,
-        bits: int,
-        quantization: Quantization,
+        form: Form,
         own_ops: bool,
     ) -> None:
         """Plan the tensors; nothing is quantised yet.
 
         Args:
             name: See the attributes, as for those not told here.
-            rows: Gives the weight, [N, K].
+            rows: Give views of PyTorch's memory, [.., K]; one below the other they are the weight.
             out_features: N.
             in_features: K.
             dtype: Float type of the weight and of what it multiplies.
-            bits: This weight's own.
-            quantization: Of the whole model.
+            form: Bits, block size and zero points.
             own_ops: Whether kvconv's operators read it.
 
         Raises:
             ExportError: The weight holds infinities or NaN.
         """
         self.name, self.out_features, self.in_features = name, out_features, in_features
-        self.bits, self.block_size = bits, quantization.block_size
+        self.form, self.bits, self.block_size = form, form.bits, form.block_size
         self.own_ops, self.dtype = own_ops, dtype
         self._rows = rows
-        self._symmetric = quantization.symmetric or bits == 8
         self._scale_dtype = self._choose_scale_dtype() if own_ops else dtype
         self._values: dict[str, ir.Value] = {}
         self._pending: dict[str, npt.NDArray[np.generic]] = {}
@@ -99,13 +112,29 @@ class NBitsWeight:
         zero_points = self._zero_points("row_zero_points")
         return [self._value("q"), self._value("row_scales"), zero_points]
 
+    def loss(self) -> float:
+        """Return the error of a sample of the rows, in parts of their size."""
+        rows = self._weight()
+        rows = rows[:: max(1, len(rows) // _SAMPLED_ROWS)].float()
+        found = self._blocks(rows).dequantize(self.bits)[:, : self.in_features]
+        return float((found - rows).norm() / rows.norm().clamp(min=torch.finfo().tiny))
+
+    def round(self) -> None:
+        """Put into PyTorch's memory what the bits will say, for a model with the same weights."""
+        values = self._blocks(self._weight()).dequantize(self.bits)[:, : self.in_features].numpy()
+        start = 0
+        for rows in self._rows:
+            part = rows()
+            np.copyto(part, values[start : start + len(part)], casting="same_kind")
+            start += len(part)
+
     def register(self, graph: ir.Graph) -> None:
         """Give the graph the tensors, one after the other, so that they are written together."""
         for value in self._values.values():
             graph.register_initializer(value)
 
     def _zero_points(self, part: str) -> ir.Value | None:
-        return None if self._symmetric else self._value(part)
+        return None if self.form.zero_points == "none" else self._value(part)
 
     def _value(self, part: str) -> ir.Value:
         if part not in self._values:
@@ -143,13 +172,7 @@ class NBitsWeight:
         return make
 
     def _quantize(self) -> dict[str, npt.NDArray[np.generic]]:
-        blocks = quantize(
-            self._rows(),
-            bits=self.bits,
-            block_size=self.block_size,
-            zero_points="none" if self._symmetric else "float" if self.own_ops else "integer",
-            scale_dtype=_TORCH[self._scale_dtype],
-        )
+        blocks = self._blocks(self._weight())
         q, scales = blocks.q.numpy(), blocks.scales.numpy()
         parts = {"q": q if self.bits == 8 else _pack(q), "scales": scales, "row_scales": scales}
         if blocks.zero_points is not None:
@@ -158,8 +181,23 @@ class NBitsWeight:
             parts["row_zero_points"] = zeros
         return {part: array for part, array in parts.items() if part in self._values}
 
+    def _blocks(self, weight: torch.Tensor) -> Blocks:
+        return quantize(
+            weight,
+            bits=self.bits,
+            block_size=self.block_size,
+            zero_points=self.form.zero_points,
+            scale_dtype=_TORCH[self._scale_dtype],
+        )
+
+    def _weight(self) -> torch.Tensor:
+        parts = [
+            torch.from_numpy(np.require(rows(), requirements=["C", "W"])) for rows in self._rows
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _choose_scale_dtype(self) -> ir.DataType:
-        low, high = self._rows().float().aminmax()
+        low, high = self._weight().float().aminmax()
         reach = float(torch.maximum(high, -low))
         if not np.isfinite(reach):
             raise ExportError(

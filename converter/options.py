@@ -14,8 +14,6 @@ from kvconv.manifest import (
 )
 
 DEFAULT_OPSET = 23
-HEAD_BITS = 4
-"""Bits of an int4 bundle's LM head and embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,10 @@ class ExportOptions:
         dtype: Type of activations, and of weights unless `weights` says otherwise; checkpoints of
             other types are converted.
         weights: Type of linear weights; None is `dtype`.
-        block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256.
+        block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256. None is
+            32, and 16 for int4 weights that lose too much.
+        pure: Whether every weight of an int4 bundle has 4 bits; otherwise sensitive ones that lose
+            too much have 8.
         symmetric: Whether quantised weights do without zero points; None is what measures best,
             int8 without and int4 with them. int8 never has them.
         accuracy_level: For products with quantised weights. 4: activations become 8-bit integers,
@@ -43,7 +44,8 @@ class ExportOptions:
 
     dtype: ActivationDtype = "float32"
     weights: QuantizedDtype | None = None
-    block_size: int = 32
+    block_size: int | None = None
+    pure: bool = False
     symmetric: bool | None = None
     accuracy_level: int = 4
     attention: AttentionFlavour = "flash"
@@ -64,12 +66,10 @@ class ExportOptions:
                 "bring them nothing. Leave it out, or take --weights int4."
             )
         return Quantization(
-            bits=8 if self.weights == "int8" else 4,
-            head_bits=8 if self.weights == "int8" else HEAD_BITS,
-            block_size=self.block_size,
+            block_size=self.block_size or 32,
             symmetric=self.weights == "int8" or bool(self.symmetric),
             accuracy_level=self.accuracy_level,
-            method="search",
+            method="least squares",
         )
 
 
@@ -78,13 +78,14 @@ class WeightsReport:
     """What quantising did.
 
     Attributes:
-        quantized_bytes: Float bytes of the weights that were quantised.
-        stored_bytes: What they take now, scales and zero points included.
+        float_bytes: Float bytes of the weights that were quantised.
+        stored_bytes: Bits and block size -> what such weights take now, scales and zero points
+            included.
         left_bytes: Why linear weights stayed float -> their bytes.
     """
 
-    quantized_bytes: int
-    stored_bytes: int
+    float_bytes: int
+    stored_bytes: dict[str, int]
     left_bytes: dict[str, int]
 
 
@@ -117,13 +118,21 @@ class ExportReport:
 class Verifier(Protocol):
     """Compares a bundle with the PyTorch model that it was made from."""
 
-    def reference(self, model: Any, tokenizer: Any, *, max_sequence_length: int) -> object:
+    def reference(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_sequence_length: int,
+        float_weights: object | None = None,
+    ) -> object:
         """Compute what `compare` needs, while the PyTorch model is in memory.
 
         Args:
             model: The `transformers.PreTrainedModel`, in eval mode.
             tokenizer: Its tokenizer, or None.
             max_sequence_length: Most tokens the bundle holds.
+            float_weights: What this gave for the model before its weights were rounded.
         """
         ...
 

@@ -24,7 +24,7 @@ from kvconv.converter.options import (
     WeightsReport,
 )
 from kvconv.errors import ExportError
-from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Source
+from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Quantization, Source
 from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def export(
         release_memory()
         with stages("rewrite"):
             report = _rewrite(folder, options, traced.max_sequence_length)
+            counts = {"pack": traced.packs, **report.counts}
+            report = dataclasses.replace(report, counts=counts)
         with stages("finish"):
             manifest = _finish(folder, options, traced, report)
         verification = manifest.verification
@@ -99,6 +101,7 @@ class _Traced:
     notices: tuple[str, ...]
     reference: object
     weights: WeightsReport | None
+    packs: int
 
 
 class _Stages:
@@ -125,7 +128,8 @@ def _trace(
     stages: _Stages,
 ) -> _Traced:
     """Do all that needs PyTorch; its model dies with this function's frame."""
-    revision, quantization = options.revision, options.quantization()
+    revision = options.revision
+    options.quantization()  # refuses what contradicts itself before anything is loaded
     if parse_model_name(model, revision).kind == "hub":
         with stages("start"):  # some seconds, which are no download
             from kvconv.converter.load import fetch
@@ -154,8 +158,9 @@ def _trace(
         )
         spec = describe(loaded.model)
         max_sequence_length, notices = _max_sequence_length(spec, options.max_sequence_length)
-        weights = {id(weight): weight for weight in loaded.model.parameters()}
-        bundle.check_free_space(folder, sum(weight.nbytes for weight in weights.values()))
+        parameters = {id(weight): weight for weight in loaded.model.parameters()}
+        bundle.check_free_space(folder, sum(weight.nbytes for weight in parameters.values()))
+        del parameters
         release_memory()  # what reading the checkpoint took
     reference = None
     if verifier is not None:
@@ -167,18 +172,29 @@ def _trace(
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
-        pack(graph)
+        packs = pack(graph)
         simplify(graph)
         quantized = None
-        if quantization is not None:
+        if options.weights is not None:
             from kvconv.converter.quantization import quantize
 
-            quantized = quantize(graph, quantization, attention=options.attention)
+            quantized, weights = quantize(graph, options)
         release_memory()
+    if quantized is not None and verifier is not None:
+        with stages("round"), quiet():
+            for weight in weights:
+                weight.round()
+            reference = verifier.reference(
+                loaded.model,
+                loaded.tokenizer,
+                max_sequence_length=max_sequence_length,
+                float_weights=reference,
+            )
+            release_memory()
     with stages("write weights"):
         save(graph, folder)
         _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
-    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized)
+    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized, packs)
 
 
 def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> tuple[int, tuple[str, ...]]:
@@ -264,7 +280,7 @@ def _finish(
         attention=options.attention,
         dtype=options.dtype,
         weights_dtype=options.weights or options.dtype,
-        quantization=options.quantization(),
+        quantization=_quantization(options, traced.weights),
         opset=options.opset,
         op_version=names.OP_VERSION if options.attention == "flash" else None,
         vocab_size=spec.vocab_size,
@@ -281,6 +297,13 @@ def _finish(
     )
     manifest.write(folder)
     return manifest
+
+
+def _quantization(options: ExportOptions, report: WeightsReport | None) -> Quantization | None:
+    quantization = options.quantization()
+    if quantization is None or report is None:
+        return None
+    return dataclasses.replace(quantization, stored_bytes=report.stored_bytes)
 
 
 def _cache_layers(

@@ -8,30 +8,35 @@ readers of a weight must be known, or it stays as it is:
 2. Gather of a token embedding -> GatherBlockQuantized. A tied embedding is one initializer, which
    both read.
 
+Of an int4 bundle, sensitive weights that lose more than 1% have 8 bits: those in front of
+attention, whose keys and values all later tokens read, and the LM head. Other weights that lose so
+much have blocks of 16. A checkpoint that was made of such blocks (GGUF) loses nothing.
+
 The router of a mixture of experts stays float: it is small, and a rounding there sends a token to
 another expert. Biases, norms and tables are no linear weights.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
-import torch
 from onnx_ir.passes import common
 
 from kvconv import names
 from kvconv.converter.linear_weight import LinearWeight
-from kvconv.converter.nbits import NBitsWeight, gather, matmul
-from kvconv.converter.options import WeightsReport
+from kvconv.converter.nbits import Form, NBitsWeight, gather, matmul
+from kvconv.converter.options import ExportOptions, WeightsReport
 from kvconv.converter.weights import INLINE_BYTES
 from kvconv.errors import ExportError
-from kvconv.manifest import AttentionFlavour, Quantization
 
 MAX_UNEXPLAINED = 0.05
 """Part of the linear weights' bytes that may stay float for a reason that nobody foresaw."""
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-_ROUTER_DEPTH = 12
+_DEPTH = 16
+_MAX_LOSS = 0.01
+"""Error of a weight, in parts of its size, above which it gets more bytes."""
+_FINE_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +60,24 @@ class _Linear:
     replaced: tuple[ir.Node, ...]
 
 
-def quantize(
-    model: ir.Model, quantization: Quantization, *, attention: AttentionFlavour
-) -> WeightsReport:
+def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, list[NBitsWeight]]:
     """Quantise every linear weight; changes the model in place.
 
     Args:
         model: Laid out and simplified; its weights are written later.
-        quantization: How.
-        attention: The flavour, which decides the operators: kvconv's own or ONNX Runtime's.
+        options: Say how, and by their flavour with which operators: kvconv's own, or ONNX
+            Runtime's.
+
+    Returns:
+        What was done, and the weights.
 
     Raises:
         ExportError: More than 5% of the linear weights would stay float for no known reason, or a
             weight is not finite.
     """
     graph = model.graph
-    quantized, stored, left, unexplained = 0, 0, Counter[str](), Counter[str]()
+    left, unexplained = Counter[str](), Counter[str]()
+    quantized, weights = 0, list[NBitsWeight]()
     for weight in list(graph.initializers.values()):
         tensor = weight.const_value
         if tensor is None or tensor.dtype not in _FLOATS or len(tensor.shape) < 2:
@@ -82,17 +89,14 @@ def quantize(
         linears, gathers = found
         if not linears and not gathers:
             continue
-        bits = quantization.bits
-        if _is_head(graph, linears):
-            bits = quantization.head_bits
-        nbits = _nbits_weight(weight, linears, bits, quantization, attention)
+        nbits = _nbits_weight(weight, linears, options, _is_sensitive(graph, linears))
         for linear in linears:
-            _replace(graph, linear, nbits, quantization.accuracy_level)
+            _replace(graph, linear, nbits, options.accuracy_level)
         for node in gathers:
             _replace_gather(graph, node, nbits)
         nbits.register(graph)
         quantized += tensor.nbytes
-        stored += nbits.nbytes
+        weights.append(nbits)
     total = quantized + left.total() + unexplained.total()
     if unexplained.total() > MAX_UNEXPLAINED * total:
         reasons = ", ".join(f"{nbytes / 1e6:.1f} MB {why}" for why, nbytes in unexplained.items())
@@ -102,8 +106,13 @@ def quantize(
             f"exports without --weights."
         )
     common.RemoveUnusedNodesPass()(model)
-    model.opset_imports.setdefault(names.OP_DOMAIN if attention == "flash" else names.ORT_DOMAIN, 1)
-    return WeightsReport(quantized, stored, dict(left + unexplained))
+    model.opset_imports.setdefault(
+        names.OP_DOMAIN if options.attention == "flash" else names.ORT_DOMAIN, 1
+    )
+    stored = Counter[str]()
+    for nbits in weights:
+        stored[str(nbits.form)] += nbits.nbytes
+    return WeightsReport(quantized, dict(stored), dict(left + unexplained)), weights
 
 
 def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | str:
@@ -131,7 +140,7 @@ def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | str:
         return f"read by {', '.join(sorted(others))}"
     if len({linear.is_transposed for linear in linears} | ({False} if gathers else set())) > 1:
         return "read by rows and by columns"
-    if any(_feeds_top_k(linear.output, _ROUTER_DEPTH) for linear in linears):
+    if any(_feeds(linear.output, _is_top_k, _DEPTH) for linear in linears):
         return "a router, which chooses experts"
     return linears, gathers
 
@@ -207,15 +216,34 @@ def _gathers_tokens(node: ir.Node) -> bool:
     return indices is not None and indices.name == names.INPUT_IDS
 
 
-def _feeds_top_k(value: ir.Value, depth: int) -> bool:
-    """Tell whether few steps lead from a value to a TopK, no further product in between."""
+def _feeds(value: ir.Value, wanted: Callable[[ir.Node], bool], depth: int) -> bool:
+    """Tell whether few steps lead from a value to such a node, no further product in between."""
     return depth > 0 and any(
-        node.op_type == "TopK"
+        wanted(node)
         or (
-            node.op_type not in ("MatMul", "Gemm")
-            and any(_feeds_top_k(output, depth - 1) for output in node.outputs)
+            node.op_type not in ("MatMul", "Gemm", names.MATMUL_NBITS)
+            and any(_feeds(output, wanted, depth - 1) for output in node.outputs)
         )
         for node, _ in value.uses()
+    )
+
+
+def _is_top_k(node: ir.Node) -> bool:
+    return node.op_type == "TopK"
+
+
+def _is_attention(node: ir.Node) -> bool:
+    """Tell whether a node is attention: the placeholder, or a product of two computed values."""
+    if node.domain == names.TRACE_DOMAIN:
+        return node.op_type == names.TRACE_ATTENTION
+    return node.op_type == "MatMul" and all(
+        value is not None and value.const_value is None for value in node.inputs
+    )
+
+
+def _is_sensitive(graph: ir.Graph, linears: list[_Linear]) -> bool:
+    return _is_head(graph, linears) or any(
+        _feeds(linear.output, _is_attention, _DEPTH) for linear in linears
     )
 
 
@@ -229,34 +257,42 @@ def _is_head(graph: ir.Graph, linears: list[_Linear]) -> bool:
 
 
 def _nbits_weight(
-    weight: ir.Value,
-    linears: list[_Linear],
-    bits: int,
-    quantization: Quantization,
-    attention: AttentionFlavour,
+    weight: ir.Value, linears: list[_Linear], options: ExportOptions, is_sensitive: bool
 ) -> NBitsWeight:
+    """Choose the form of a weight; see the module."""
     tensor = weight.const_value
     assert tensor is not None
     assert weight.name is not None
     is_transposed = bool(linears) and linears[0].is_transposed
     out_features, in_features = _sizes(weight)[:: -1 if is_transposed else 1]
 
-    def rows() -> torch.Tensor:
-        if isinstance(tensor, LinearWeight):
-            return torch.from_numpy(tensor.torch_layout())
-        array = tensor.numpy()
-        return torch.from_numpy(np.ascontiguousarray(array.T if is_transposed else array))
+    if isinstance(tensor, LinearWeight):
+        rows = tensor.rows
+    else:
+        rows = (lambda: tensor.numpy().T if is_transposed else tensor.numpy(),)
+    own_ops = options.attention == "flash"
 
-    return NBitsWeight(
-        name=weight.name,
-        rows=rows,
-        out_features=out_features,
-        in_features=in_features,
-        dtype=tensor.dtype,
-        bits=bits,
-        quantization=quantization,
-        own_ops=attention == "flash",
-    )
+    def made(bits: int, block_size: int) -> NBitsWeight:
+        symmetric = bits == 8 or options.symmetric
+        return NBitsWeight(
+            name=str(weight.name),
+            rows=rows,
+            out_features=out_features,
+            in_features=in_features,
+            dtype=tensor.dtype,
+            form=Form(bits, block_size, "none" if symmetric else "float" if own_ops else "integer"),
+            own_ops=own_ops,
+        )
+
+    block_size = options.block_size or 32
+    if options.weights == "int8":
+        return made(8, block_size)
+    chosen = made(4, block_size)
+    if options.pure or chosen.loss() <= _MAX_LOSS:
+        return chosen
+    if is_sensitive:
+        return made(8, block_size)
+    return made(4, options.block_size or _FINE_BLOCK_SIZE)
 
 
 def _replace(graph: ir.Graph, linear: _Linear, weight: NBitsWeight, accuracy_level: int) -> None:

@@ -12,6 +12,7 @@ from kvconv.manifest import (
     CheckResult,
     FileEntry,
     Manifest,
+    Quantization,
     Source,
     Verification,
     check_files,
@@ -57,6 +58,26 @@ def test_round_trip_keeps_every_field(bundle):
     folder, manifest = bundle
     assert read_manifest(folder) == manifest
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST_FILE, "model.onnx"]
+
+
+def test_round_trip_keeps_how_weights_are_quantised(bundle):
+    folder, manifest = bundle
+    quantization = Quantization(32, False, 4, "least squares", {"4 bits, blocks of 32": 1000})
+    manifest = dataclasses.replace(manifest, weights_dtype="int4", quantization=quantization)
+    manifest.write(folder)
+    assert read_manifest(folder) == manifest
+
+
+def test_a_bundle_from_before_quantised_weights_opens(bundle):
+    folder, manifest = bundle
+    path = folder / MANIFEST_FILE
+    document = json.loads(path.read_text())
+    del document["quantization"]
+    document |= {"format_version": 1, "manifest_sha256": "0" * 64}
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(text.replace("0" * 64, checksum))
+    assert read_manifest(folder) == dataclasses.replace(manifest, format_version=1)
 
 
 @pytest.mark.parametrize("position", [0, 3, 200, 700, -2])

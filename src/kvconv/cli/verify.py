@@ -13,7 +13,7 @@ from kvconv.cli.common import (
     print_status,
     trust_remote_code_option,
 )
-from kvconv.manifest import CheckResult, Verification, read_manifest
+from kvconv.manifest import FLOAT_WEIGHTS, CheckResult, Verification, read_manifest
 
 
 @click.command(cls=Command, context_settings={"show_default": True})
@@ -87,7 +87,9 @@ def describe(result: Verification) -> list[str]:
     """Return a verification as lines of text, one per check."""
     if result.status == "skipped":
         return ["not verified"]
-    lines = [f"{result.status} (float logits within {result.tolerance:.3g} of PyTorch's)"]
+    quantized = any(check.name == FLOAT_WEIGHTS for check in result.checks)
+    what = "the same weights'" if quantized else "PyTorch's"
+    lines = [f"{result.status} (float logits within {result.tolerance:.3g} of {what})"]
     lines += [_describe_check(check) for check in result.checks]
     return lines + [f"not checked: {sentence}" for sentence in result.not_checked]
 

