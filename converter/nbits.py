@@ -41,6 +41,8 @@ class Form:
 _MIN_HALF_SCALE, _MAX_HALF_SCALE = 2.0**-14, 2.0**15
 """Largest scale of a weight for which float16 serves: a normal number, with room above."""
 _SAMPLED_ROWS = 256
+_ROUNDED_WEIGHTS = 2**23
+"""Weights rounded at once in PyTorch's memory."""
 _TORCH = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
 
 
@@ -121,12 +123,14 @@ class NBitsWeight:
 
     def round(self) -> None:
         """Put into PyTorch's memory what the bits will say, for a model with the same weights."""
-        values = self._blocks(self._weight()).dequantize(self.bits)[:, : self.in_features].numpy()
-        start = 0
+        step = max(1, _ROUNDED_WEIGHTS // self.in_features)
         for rows in self._rows:
-            part = rows()
-            np.copyto(part, values[start : start + len(part)], casting="same_kind")
-            start += len(part)
+            memory = rows()
+            for start in range(0, len(memory), step):
+                part = memory[start : start + step]
+                blocks = self._blocks(torch.from_numpy(np.require(part, requirements=["C", "W"])))
+                values = blocks.dequantize(self.bits)[:, : self.in_features]
+                np.copyto(part, values.numpy(), casting="same_kind")
 
     def register(self, graph: ir.Graph) -> None:
         """Give the graph the tensors, one after the other, so that they are written together."""

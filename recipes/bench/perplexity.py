@@ -12,6 +12,7 @@ onnxruntime-genai's builder made of the same weights; they run in ONNX Runtime a
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -71,6 +72,7 @@ class GenaiModel:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
         self.session = onnxruntime.InferenceSession(folder / "model.onnx", options)
+        self.decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = [value.name for value in self.session.get_outputs()]
         self.past: dict[str, Any] = {}
@@ -79,11 +81,9 @@ class GenaiModel:
     def start(self) -> None:
         """See `Model`."""
         self.length = 0
-        self.past = {
-            name: np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
-            for name, value in self.inputs.items()
-            if name.startswith("past_key_values")
-        }
+        shape = (1, self.decoder["num_key_value_heads"], 0, self.decoder["head_size"])
+        names = (name for name in self.inputs if name.startswith("past_key_values"))
+        self.past = {name: np.zeros(shape, np.float32) for name in names}
 
     def logits(self, chunk: npt.NDArray[np.int64]) -> Logits:
         """See `Model`."""
