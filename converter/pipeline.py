@@ -66,6 +66,8 @@ def export(
         release_memory()
         with stages("rewrite"):
             report = _rewrite(folder, options, traced.max_sequence_length)
+            counts = {"pack": traced.packs, **report.counts}
+            report = dataclasses.replace(report, counts=counts)
         with stages("finish"):
             manifest = _finish(folder, options, traced, report)
         verification = manifest.verification
@@ -99,6 +101,7 @@ class _Traced:
     notices: tuple[str, ...]
     reference: object
     weights: WeightsReport | None
+    packs: int
 
 
 class _Stages:
@@ -169,7 +172,7 @@ def _trace(
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
-        pack(graph)
+        packs = pack(graph)
         simplify(graph)
         quantized = None
         if options.weights is not None:
@@ -191,7 +194,7 @@ def _trace(
     with stages("write weights"):
         save(graph, folder)
         _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
-    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized)
+    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized, packs)
 
 
 def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> tuple[int, tuple[str, ...]]:

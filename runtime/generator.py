@@ -277,45 +277,16 @@ class Generator:
             logits = self._run(cache, chunk, attention_mask, logits)
         return logits
 
-    def decode(
-        self,
-        cache: KVCache,
-        token_ids: npt.NDArray[np.int64],
-        attention_mask: npt.NDArray[np.int64] | None = None,
-        *,
-        position_ids: npt.NDArray[np.int64] | None = None,
-        out: npt.NDArray[np.float32] | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Run one token per row and return the logits of what follows.
-
-        Args:
-            cache: Grows by one.
-            token_ids: [batch_size].
-            attention_mask: [batch_size, cache.length + 1 or wider]; None for all ones.
-            position_ids: [batch_size, 1]; None to count the mask's ones.
-            out: [batch_size, 1, vocab_size] to write into; None for a new array.
-
-        Returns:
-            [batch_size, 1, vocab_size] float32.
-
-        Raises:
-            CacheFullError: The cache is full; nothing has run.
-        """
-        return self._run(cache, token_ids[:, np.newaxis], attention_mask, out, position_ids)
-
     def _run(
         self,
         cache: KVCache,
         input_ids: npt.NDArray[np.int64],
         attention_mask: npt.NDArray[np.int64] | None,
         out: npt.NDArray[np.float32] | None,
-        position_ids: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.float32]:
         total = cache.length + input_ids.shape[1]
         mask = None if attention_mask is None else attention_mask[:, :total]
-        return self.session.run(
-            cache, input_ids, attention_mask=mask, position_ids=position_ids, out=out
-        )
+        return self.session.run(cache, input_ids, attention_mask=mask, out=out)
 
     def _generate(self, rows: list[Row], cache: KVCache, longest: int) -> Iterator[GenerationEvent]:
         # 1. Pad on the left, so that all prompts end in the same slot.
@@ -328,8 +299,7 @@ class Generator:
         # 2. Run what is not cached of the prompts; these logits' memory serves every step.
         logits = self.prefill(cache, input_ids[:, cache.length :], mask)
         token_ids = np.full(len(rows), _PADDING_ID, np.int64)
-        # The first new tokens' positions; counting the mask's ones in every step takes longer.
-        position_ids = mask[:, :longest].sum(axis=1, keepdims=True)
+        step = self.session.decode_step(cache, mask, logits)
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.
             for row in rows:
@@ -341,5 +311,4 @@ class Generator:
             if all(row.finish_reason is not None for row in rows):
                 return
             # 4. Run the chosen tokens.
-            logits = self.decode(cache, token_ids, mask, position_ids=position_ids, out=logits)
-            position_ids += 1
+            step.run(token_ids)

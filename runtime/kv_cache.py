@@ -50,16 +50,20 @@ class BoundArrays:
         self._binding = binding
         self._arrays: dict[str, npt.NDArray[Any]] = {}
 
-    def bind_input(self, name: str, array: npt.NDArray[np.int64]) -> None:
-        """Let the next run read a copy of an int64 array of any shape."""
+    def bind_input(self, name: str, array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Let runs read a copy of an int64 array of any shape, and return that copy.
+
+        It may be written to between runs, until an array of another shape is bound to the name.
+        """
         bound = self._arrays.get(name)
         if bound is not None and bound.shape == array.shape:
             bound[...] = array
-            return
-        self._arrays[name] = array.copy()
+            return bound
+        bound = self._arrays[name] = array.copy()
         # `bind_cpu_input` does not find overridable initializers.
-        value = onnxruntime.OrtValue.ortvalue_from_numpy(self._arrays[name])
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(bound)
         self._binding.bind_ortvalue_input(name, value)
+        return bound
 
     def bind_output(self, name: str, array: npt.NDArray[np.float32]) -> None:
         """Let the next run write into a contiguous array."""

@@ -4,8 +4,7 @@ Rows share nothing, so each can be sampled and ended in its own way.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,7 @@ from kvconv.runtime.tokenizer import Detokenizer, Tokenizer
 FinishReason = Literal["eos", "stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEvent:
+class GenerationEvent(NamedTuple):
     """One new token of one row.
 
     Attributes:

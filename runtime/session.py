@@ -15,6 +15,7 @@ from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderErro
 from kvconv.flavour import FLAVOURS
 from kvconv.manifest import Manifest
 from kvconv.runtime.bundle import Bundle
+from kvconv.runtime.decode_step import DecodeStep
 from kvconv.runtime.flavour_check import check_run
 from kvconv.runtime.kv_cache import ConcatCache, KVCache, SharedBufferCache
 from kvconv.runtime.ort_options import (
@@ -208,6 +209,29 @@ class Session:
         # As wide as the cache is full: another shape in every run, so the caller's memory serves.
         binding.bind_cpu_input(names.ATTENTION_MASK, mask)
         cache.arrays.bind_output(names.LOGITS, logits)
+        self._execute(binding)
+        cache.commit_run(sequence_length)
+        return logits
+
+    def decode_step(
+        self,
+        cache: KVCache,
+        attention_mask: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float32],
+    ) -> DecodeStep:
+        """Return what runs single tokens behind those in a cache; see `DecodeStep`.
+
+        Args:
+            cache: Made by this session, and run at least once with this mask.
+            attention_mask: [batch_size, cache.capacity] int64.
+            logits: [batch_size, 1, vocab_size] float32, contiguous, for the logits of each step.
+        """
+        has_positions = names.POSITION_IDS in self.manifest.inputs
+        return DecodeStep(
+            cache, attention_mask, logits, has_positions=has_positions, execute=self._execute
+        )
+
+    def _execute(self, binding: onnxruntime.IOBinding) -> None:
         try:
             self._session.run_with_iobinding(binding)
         except ORT_ERRORS as error:
@@ -215,8 +239,6 @@ class Session:
                 f"ONNX Runtime failed while running {self.bundle.path}: {reason(error)} The cache "
                 f"is as it was; `kvconv inspect --check {self.bundle.path}` checks the files."
             ) from error
-        cache.commit_run(sequence_length)
-        return logits
 
     def end_profile(self) -> Path:
         """Write the profile of a session that was made with one, and return the JSON file."""

@@ -32,6 +32,8 @@ class StopFilter:
 
     def push(self, text: str) -> Released:
         """Take more text and release what can no longer be part of a stop string."""
+        if not self._stop:
+            return Released(text, False)
         text = self._held + text
         found = [start for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:

@@ -14,6 +14,8 @@ from kvconv.names import TOKENIZER_FILE
 from kvconv.runtime.bundle import Bundle
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_SHOWN = 16
+"""Ids that a `Detokenizer` keeps as a beginning: a few cost nothing, and cutting them a call."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -93,7 +95,8 @@ class Tokenizer:
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def is_silent(self, token_id: int) -> bool:
         """Return whether an id has no text: a special token, or no token at all.
@@ -115,7 +118,7 @@ class Detokenizer:
 
     A piece is the difference between two texts with the same beginning: detokenizing ids alone
     would lose the space that many decoders drop in front. `_ids[:_num_shown]` is that beginning;
-    it is never empty once text was shown.
+    it is never empty once text was shown, and cut when it grows long.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -134,9 +137,11 @@ class Detokenizer:
         piece = text[len(self._shown_text) :]
         if not piece or self._tokenizer.may_change(token_id, text):
             return ""
-        del self._ids[: self._num_shown]
+        if len(self._ids) > _MOST_SHOWN:
+            del self._ids[: self._num_shown]
+            text = self._tokenizer.detokenize(self._ids)
         self._num_shown = len(self._ids)
-        self._shown_text = self._tokenizer.detokenize(self._ids)
+        self._shown_text = text
         return piece
 
     def flush(self) -> str:

@@ -76,16 +76,22 @@ class ScriptedSession:
     def check_cache(self, batch_size, max_sequence_length):
         pass
 
-    def run(self, cache, input_ids, *, attention_mask=None, position_ids=None, out=None):
+    def decode_step(self, cache, attention_mask, logits):
+        class Step:
+            @staticmethod
+            def run(token_ids):
+                mask = attention_mask[:, : cache.length + 1]
+                self.run(cache, token_ids[:, np.newaxis], attention_mask=mask, out=logits)
+
+        return Step
+
+    def run(self, cache, input_ids, *, attention_mask=None, out=None):
         cache.check_room(input_ids.shape[1])
         cache.tokens = np.concatenate([cache.tokens, input_ids], axis=1)
         cache.commit_run(input_ids.shape[1])
         if attention_mask is None:
             attention_mask = np.ones_like(cache.tokens)
         assert attention_mask.shape == cache.tokens.shape
-        if position_ids is not None:
-            counted = np.cumsum(attention_mask, axis=1)[:, -input_ids.shape[1] :] - 1
-            np.testing.assert_array_equal(position_ids, counted)
         self.run_lengths.append(input_ids.shape[1])
         logits = np.zeros((cache.batch_size, 1, VOCAB_SIZE), np.float32) if out is None else out
         logits[...] = 0

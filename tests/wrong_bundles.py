@@ -101,7 +101,7 @@ def skip_query_key_norm(folder: Path) -> None:
         for side in ("query", "key"):
             index = names.FLASH_ATTENTION_INPUTS.index(side)
             source = node.input[index]
-            while producers[source].op_type not in ("MatMul", "Gemm"):
+            while producers[source].op_type not in ("MatMul", "Gemm", "Split"):
                 source = next(name for name in producers[source].input if name in producers)
             changed |= source != node.input[index]
             node.input[index] = source

@@ -8,24 +8,29 @@ knows their order. Running the list twice changes nothing.
 The flash flavour, in order, and why:
 
 1. `tidy`                 Merges repeated work: later rules meet each mask, cos and sin once.
-2. `past_length`          Before masks are evaluated: afterwards they depend on attention_mask,
+2. `norm`                 Norms become one node. Before `heads`: it moves them out of its way.
+3. `past_length`          Before masks are evaluated: afterwards they depend on attention_mask,
                           position_ids and the shape of input_ids only, which probes can supply.
-3. `eager`                MatMul-Softmax-MatMul -> placeholder, where a model computes attention by
+4. `eager`                MatMul-Softmax-MatMul -> placeholder, where a model computes attention by
                           itself. After `past_length`: shapes around it read the cache. Layers
                           share the masks that it makes, so `tidy` follows it.
-4. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
+5. `flash`                Placeholder -> FlashAttention in its most general form (mask as bias,
                           rotation outside, heads moved by Transpose): right, not yet fast.
-5. `mask`                 Bias -> causal, window_size and attention_mask.
-6. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
-7. `heads`                Transposes and Reshapes around the op disappear.
-8. `num_logits_to_keep`   Slice in front of the LM head.
-9. `float32_logits`       After the Slice, so that only kept logits are cast.
-10. `tidy`                Again, over what the rules left behind.
-11. `cache_use`           A check: nothing but the op may look at the cache.
-12. `calls`               A check: masks are causal, and say what the attention calls said.
+6. `mask`                 Bias -> causal, window_size and attention_mask.
+7. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
+8. `heads`                Transposes and Reshapes around the op disappear.
+9. `packed_qkv`           The op reads a packed projection. Last of those that look at operands.
+10. `gated`               act(gate) * up -> GatedActivation.
+11. `skip_norm`           Residual Add and norm -> SkipRMSNormalization. After `norm`.
+12. `num_logits_to_keep`  Slice in front of the LM head.
+13. `float32_logits`      After the Slice, so that only kept logits are cast.
+14. `tidy`                Again, over what the rules left behind.
+15. `cache_use`           A check: nothing but the op may look at the cache.
+16. `calls`               A check: masks are causal, and say what the attention calls said.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 7. The standard flavour
-replaces 4 to 7 by `standard` (ONNX Attention or decomposed operators), and has no use for 11.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 8, and neither 10 nor 11. The
+standard flavour replaces 5 to 11 by `standard` (ONNX Attention or decomposed operators), and has no
+use for 15.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -44,12 +49,16 @@ from kvconv.converter.rewrite import (
     eager,
     flash,
     float32_logits,
+    gated,
     gqa,
     heads,
     mask,
+    norm,
     num_logits,
+    packed_qkv,
     past_length,
     rotary,
+    skip_norm,
     standard,
     tidy,
 )
@@ -78,12 +87,12 @@ class Rule(Protocol):
         """Rewrite every match, in place."""
 
 
-_BEFORE: tuple[Rule, ...] = (tidy, past_length, eager)
+_BEFORE: tuple[Rule, ...] = (tidy, norm, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, *_FLASH, *_AFTER),
-    "gqa": (*_BEFORE, *_FLASH, gqa, *_AFTER),
+    "flash": (*_BEFORE, *_FLASH, packed_qkv, gated, skip_norm, *_AFTER),
+    "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
 _PLACEHOLDER = (names.TRACE_ATTENTION, names.TRACE_DOMAIN)

@@ -42,7 +42,10 @@ def apply(editor: Editor) -> Outcome:
     for node in find(graph, names.OP_NAME, names.OP_DOMAIN):
         sizes = operand_heads(node)
         for name, (heads, width) in sizes.items():
-            regions = walker.regions(get_operand(node, name))
+            operand = get_operand(node, name)
+            if operand is None or get_operand(node, "key") is None:
+                continue  # packed already
+            regions = walker.regions(operand)
             match = _pattern(graph, regions, heads, width, known)
             if match is not None:
                 stem, layout = match

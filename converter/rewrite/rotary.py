@@ -91,8 +91,8 @@ def apply(editor: Editor) -> Outcome:
     refusals = []
     count = 0
     for node in find(graph, names.OP_NAME, names.OP_DOMAIN):
-        if get_operand(node, "cos") is not None:
-            continue
+        if get_operand(node, "cos") is not None or get_operand(node, "key") is None:
+            continue  # rotated or packed already
         sizes = operand_heads(node)
         query, key = (
             _pattern(graph, walker.regions(get_operand(node, name)), *sizes[name], known)

@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 
 from kvconv.converter.rewrite.evaluate import Array, Cut, Probe
 from kvconv.converter.rewrite.graph import Editor, as_bias, is_external
+from kvconv.converter.rewrite.match import number
 
 _LOW = -1e4
 """Scores that a mask sets to this or less count for nothing; float16's lowest is -65504."""
@@ -66,11 +67,11 @@ def read_step(node: gs.Node, scores: gs.Tensor) -> Step | None:
         return Step("Tanh")
     if node.op == "Add":
         return Step("Add", operand=_other(node, scores))
-    if node.op == "Max" and (_number(_other(node, scores)) or 0.0) <= _LOW:
+    if node.op == "Max" and (number(_other(node, scores)) or 0.0) <= _LOW:
         return None
     if node.op == "Where" and node.inputs[0] is not scores:
         keeps = node.inputs[1] is scores
-        low = _number(node.inputs[2 if keeps else 1])
+        low = number(node.inputs[2 if keeps else 1])
         if low is None or low > _LOW:
             raise UnlikeError(f"{node.name} makes scores {low}, which does not mask them")
         return Step("Where", operand=node.inputs[0], keeps=keeps)
@@ -83,12 +84,12 @@ def read_factor(node: gs.Node, tensor: gs.Tensor) -> float:
     Raises:
         UnlikeError: The node does something else.
     """
-    number = _number(_other(node, tensor)) if node.op in {"Mul", "Div"} else None
-    if number is None or number <= 0 or (node.op == "Div" and node.inputs[1] is tensor):
+    factor = number(_other(node, tensor)) if node.op in {"Mul", "Div"} else None
+    if factor is None or factor <= 0 or (node.op == "Div" and node.inputs[1] is tensor):
         raise UnlikeError(
             f"{node.name} ({node.op}) neither masks scores nor multiplies by a positive constant"
         )
-    return number if node.op == "Mul" else 1 / number
+    return factor if node.op == "Mul" else 1 / factor
 
 
 def fold(editor: Editor, steps: Iterable[Step], scale: float, heads: int, probe: Probe) -> Scores:
@@ -181,10 +182,3 @@ def _other(node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
     if len(node.inputs) != 2 or len(others) != 1:
         raise UnlikeError(f"{node.name} ({node.op}) is not known to be a part of attention")
     return others[0]
-
-
-def _number(tensor: gs.Tensor) -> float | None:
-    """Return the value of a constant that holds one number."""
-    if not isinstance(tensor, gs.Constant) or is_external(tensor) or tensor.values.size != 1:
-        return None
-    return float(tensor.values.item())

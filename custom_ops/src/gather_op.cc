@@ -32,6 +32,7 @@ struct GatherNode {
 void compute(const GatherNode& node, ort::KernelContext* context) {
   QuantizedMatrix weights = node.weights;
   const Tensor indices = read_input(node.api, context, kGatherIndices);
+  if (!indices.exists) refuse("indices is absent; it is required.");
   require_type(indices, "indices", ort::kInt64);
   read_quantized_inputs(read_input(node.api, context, kGatherData),
                         read_input(node.api, context, kGatherScales),

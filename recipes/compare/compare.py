@@ -155,7 +155,7 @@ def to_lines(
             {
                 **head,
                 "what": what,
-                "tokens_per_s": round(arguments.batch * count / best[f"{what}_s"], 2),
+                "tokens_per_s": round(arguments.batch * count / best[f"{what}_s"], 4),
                 "seconds": round(best[f"{what}_s"], 5),
                 "peak_rss_mb": max(sample[peak] for sample in samples),
                 "runs": [round(sample[f"{what}_s"], 5) for sample in samples],

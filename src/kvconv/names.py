@@ -21,6 +21,8 @@ DIM_TOTAL = "total_sequence_length"
 
 OP_DOMAIN = "kvconv"
 OP_NAME = "FlashAttention"
+GATED_ACTIVATION = "GatedActivation"
+SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
 OP_VERSION = 1
 """Version of the operator domain that this kvconv writes and runs."""
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from kvconv.cli import main
 from kvconv.errors import KvconvError
-from kvconv.runtime import Generator
+from kvconv.runtime import Generator, Session
 from tiny_bundle import MAX_SEQUENCE_LENGTH, letter_decoder, write_bundle
 
 MAIN = [sys.executable, "-c", "from kvconv.cli import main; main()", "run"]
@@ -120,13 +120,13 @@ def test_chat_template_wraps_plain_prompts(bundle):
 
 def test_result_is_printed_as_soon_as_its_turn_comes(bundle, monkeypatch):
     seen, steps = [], []
-    step = Generator._run
+    step = Session._execute
 
     def count(*arguments):
         steps.append(1)
         return step(*arguments)
 
-    monkeypatch.setattr(Generator, "_run", count)
+    monkeypatch.setattr(Session, "_execute", count)
     monkeypatch.setattr(
         "kvconv.cli.batch.print_json", lambda value: seen.append((value["index"], len(steps)))
     )

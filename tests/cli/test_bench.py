@@ -1,11 +1,13 @@
 """`kvconv bench` on tiny bundles, in process: what it prints and refuses, never how fast."""
 
+import functools
 import json
 import sys
 
 import pytest
 from click.testing import CliRunner
 
+from kvconv.bench import roofs
 from kvconv.cli import main
 from tiny_bundle import MAX_SEQUENCE_LENGTH, write_bundle
 
@@ -23,8 +25,24 @@ def bundle(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _little_memory(monkeypatch):
-    monkeypatch.setattr("kvconv.bench.machine._BYTES", 2**20)
+def _quickly(monkeypatch):
+    little = functools.partial(roofs.MemoryRoof, num_bytes=2**20)
+    monkeypatch.setattr("kvconv.bench.machine.MemoryRoof", little)
+    monkeypatch.setattr("kvconv.bench.measurement._SETTLE_S", 0)
+
+
+@pytest.fixture
+def little_roofs(monkeypatch):
+    def absent(threads):
+        raise ModuleNotFoundError
+
+    for name, replacement in (
+        ("MemoryRoof", functools.partial(roofs.MemoryRoof, num_bytes=2**20)),
+        ("OnnxRuntimeMatMul", functools.partial(roofs.OnnxRuntimeMatMul, size=64)),
+        ("TorchMatMul", absent),
+        ("_MAX_NODES", 2),
+    ):
+        monkeypatch.setattr(f"kvconv.bench.attention_op.{name}", replacement)
 
 
 def bench(*arguments):
@@ -137,6 +155,35 @@ def test_unknown_bundle_is_an_error(tmp_path):
     result = bench(str(tmp_path / "absent"))
     assert (result.exit_code, result.stdout) == (1, "")
     assert "absent" in result.stderr
+
+
+@pytest.mark.usefixtures("little_roofs")
+def test_op_is_measured_without_a_bundle_against_its_roofs():
+    options = ("--op", "--depths", "9", "--repeats", "1", "--threads", "1")
+    lines = lines_of(*options)
+    assert [line["case"]["what"] for line in lines] == ["decode", "prefill"] * 3 + [
+        "decode", "decode", "prefill", "prefill",
+    ]  # fmt: skip
+    assert [line["case"]["variant"] for line in lines] == ["plain"] * 6 + [
+        "softcap", "head_sink", "softcap", "head_sink",
+    ]  # fmt: skip
+    for line in lines:
+        is_decode = line["case"]["what"] == "decode"
+        expected = {"read", "copy"} if is_decode else {"sgemm onnxruntime"}
+        assert line["percent_of_roofs"].keys() == line["roofs"].keys() == expected
+        assert line["speedup"] == pytest.approx(line["gqa_seconds"] / line["seconds"], rel=1e-3)
+    table = bench(*options).stdout
+    assert table.count("GB/s") == table.count("GFLOP/s") == 5
+    assert "32/8 x 128  plain" in table
+
+
+@pytest.mark.parametrize("options", [(), ("--op", "--profile"), ("--op", "--against", "x")])
+def test_neither_bundle_nor_op_or_what_needs_a_bundle_is_a_usage_error(options):
+    assert bench(*options).exit_code == 2
+
+
+def test_bundle_and_op_together_are_a_usage_error(bundle):
+    assert bench(bundle, "--op").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from kvconv.cli import main
 from kvconv.manifest import read_manifest
 from kvconv.plan import kv_cache_bytes
-from kvconv.runtime import Generator, SamplingParams
+from kvconv.runtime import Generator, SamplingParams, Session
 from tiny_bundle import MAX_SEQUENCE_LENGTH, letter_decoder, write_bundle
 
 PROMPT = "Hello"
@@ -49,6 +49,20 @@ def test_text_is_streamed_piece_by_piece(bundle, answer, monkeypatch):
     monkeypatch.setattr("click.echo", lambda text="", **_: written.append(text))
     run(bundle, PROMPT, *NINE)
     assert written == [*answer, ""]
+
+
+def test_prefill_chunk_reaches_the_session_and_changes_no_text(bundle, answer, monkeypatch):
+    lengths = []
+    whole = Session.run
+
+    def noted(self, cache, input_ids, **options):
+        lengths.append(input_ids.shape[1])
+        return whole(self, cache, input_ids, **options)
+
+    monkeypatch.setattr(Session, "run", noted)
+    result = run(bundle, PROMPT, *NINE, "--prefill-chunk", "4")
+    assert (result.exit_code, result.stdout) == (0, answer + "\n")
+    assert lengths == [4, 2]  # BOS and five letters
 
 
 @pytest.mark.parametrize("given", [PROMPT, PROMPT + "\n"])

@@ -20,7 +20,7 @@ import torch
 from kvconv import names
 from kvconv.converter.decoder_spec import DecoderSpec
 from kvconv.converter.rewrite import RewriteReport, read_graph, rewrite
-from kvconv.converter.rewrite.graph import find, set_operand
+from kvconv.converter.rewrite.graph import find, set_operand, upstream
 from kvconv.converter.temperature import tuned_by_position
 from kvconv.errors import RewriteError
 from rewrite_graphs import open_session, run
@@ -187,6 +187,20 @@ def test_gqa_equals_pytorch_without_padding(decoder: Decoder) -> None:
 def test_gqa_refuses_what_its_node_does_not_take(decoder: Decoder) -> None:
     with pytest.raises(RewriteError, match=NO_GQA[decoder.model_type]):
         rewritten(decoder, "gqa")
+
+
+@pytest.mark.parametrize("decoder", ["llama"], indirect=True)
+def test_flash_layer_of_llama_is_eight_nodes(decoder: Decoder) -> None:
+    graph = read_graph(decoder.path)
+    rewrite(graph, attention="flash", opset=23)
+    first, second = (
+        upstream([node.outputs[0]]) for node in find(graph, names.OP_NAME, names.OP_DOMAIN)
+    )
+    known = {id(node) for node in first}
+    assert [node.op for node in second if id(node) not in known] == [
+        "MatMul", names.SKIP_RMS_NORMALIZATION, "MatMul", names.GATED_ACTIVATION,
+        "MatMul", names.SKIP_RMS_NORMALIZATION, "MatMul", names.OP_NAME,
+    ]  # fmt: skip
 
 
 def _drop_window(node: gs.Node) -> None:

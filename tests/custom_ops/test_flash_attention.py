@@ -1,6 +1,7 @@
 """kvconv::FlashAttention through ONNX Runtime against the float64 oracle of tests/reference.py.
 
-The kernel's tile is 64 keys and its blocks are up to 64 query rows, so sizes around those count.
+The kernel's tile is 64 keys (128 where query rows are few) and its blocks are up to 96 query rows,
+in strips of 12, 24 or 48, so sizes around those count.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -135,7 +135,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("rows,outputs,columns", SIZES)
+@pytest.mark.parametrize(("rows", "outputs", "columns"), SIZES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_zero_points", [False, True])
 @pytest.mark.parametrize("accuracy_level", [1, 4])

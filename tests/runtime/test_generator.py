@@ -140,9 +140,33 @@ def test_prefill_in_any_chunks_feeds_the_same_tokens(chunk_tokens):
     cache = generator.session.new_cache(1, 16)
     logits = generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), chunk_tokens=chunk_tokens)
     assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9])
-    logits = generator.decode(cache, np.array([10]))
+    logits = generator.session.run(cache, np.array([[10]]))
     assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9, 10])
     assert cache.length == 6
+
+
+def test_prefill_takes_the_generators_chunks_and_at_least_one_token():
+    generator = scripted(hashed, prefill_chunk=3)
+    collect(generator, [[5, 6, 7, 8, 9, 1, 2]], SamplingParams(max_new_tokens=1))
+    assert generator.session.run_lengths == [3, 3, 1]
+    with pytest.raises(ValueError, match="prefill_chunk is 0"):
+        scripted(hashed, prefill_chunk=0)
+
+
+@pytest.mark.parametrize("attention", ["flash", "standard"])
+def test_logits_of_chunks_equal_those_of_the_whole(tmp_path, attention):
+    generator = Generator.open(
+        write_bundle(tmp_path / "bundle", attention=attention), threads=1, prefill_chunk=4
+    )
+    ids = np.arange(26).reshape(2, 13)
+    mask = np.ones((2, 13), np.int64)
+    mask[1, :5] = 0
+    logits = [
+        generator.prefill(generator.session.new_cache(2, 16), ids, mask, chunk_tokens=chunk)
+        for chunk in (13, None, 1)
+    ]
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
+    np.testing.assert_allclose(logits[2], logits[0], atol=1e-4)
 
 
 def test_prefill_beyond_capacity_runs_nothing():

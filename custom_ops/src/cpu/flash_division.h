@@ -13,32 +13,48 @@
 namespace kvconv {
 namespace {
 
-constexpr std::int64_t kKeyTile = 64;  // keys whose scores are held at once
-constexpr std::int64_t kMaxBlockRows = 64;
-constexpr std::int64_t kMinSplitKeys = 256;  // fewer are not worth the combining
+constexpr std::int64_t kStripRows = 3 * kLanes;  // rows whose scores are computed at once
+constexpr std::int64_t kMaxBlockRows = 96;       // rows that read a tile of keys after one another
+constexpr std::int64_t kKeyTile = 64;            // keys whose scores are held at once
+constexpr std::int64_t kFewRowsKeyTile = 128;    // the same where rows are few
+constexpr std::int64_t kMinSplitKeys = 64;       // fewer are not worth the combining
+constexpr std::int64_t kSplitUnit = 16;          // keys of a split are a multiple of this
 constexpr std::int64_t kWantedTasks = 64;
+constexpr std::int64_t kAppendTokens = 256;  // new tokens that one task appends
+
+static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // How the work is divided.
 struct Division {
   std::int64_t group;       // G
   std::int64_t rows;        // S * G, per batch and key/value head
-  std::int64_t block_rows;  // rows of a block, padded to whole vectors
+  bool has_few_rows;        // vectors lie along the heads, otherwise across the rows
+  std::int64_t block_rows;  // rows of a block, padded to whole vectors unless they are few
   std::int64_t num_blocks;  // per batch and key/value head
   std::int64_t num_splits;  // key ranges per block
   std::int64_t num_heads;   // B * K
+  std::int64_t key_width;   // H and Hv, padded to whole vectors
+  std::int64_t value_width;
 };
 
 Division divide(const AttentionParams& p) {
   Division d;
   d.group = p.num_heads / p.kv_num_heads;
   d.rows = p.sequence_length * d.group;
-  d.block_rows = min_of(kMaxBlockRows, round_up(d.rows, kLanes));
-  d.num_blocks = d.rows == 0 ? 0 : (d.rows + d.block_rows - 1) / d.block_rows;
   d.num_heads = p.batch_size * p.kv_num_heads;
+  d.has_few_rows = d.rows <= kFewRows;
+  d.block_rows = d.has_few_rows ? d.rows : min_of(kMaxBlockRows, round_up(d.rows, kLanes));
+  // Many blocks keep many threads busy.
+  if (d.block_rows > kStripRows && d.num_heads * d.rows < kWantedTasks * d.block_rows) {
+    d.block_rows = kStripRows;
+  }
+  d.num_blocks = d.rows == 0 ? 0 : ceil_div(d.rows, d.block_rows);
   const std::int64_t num_tasks = max_of(1, d.num_heads * d.num_blocks);
   std::int64_t keys = p.total_sequence_length;
   if (p.window_size > 0 && p.is_causal) keys = min_of(keys, p.window_size + p.sequence_length);
   d.num_splits = max_of(1, min_of(kWantedTasks / num_tasks, keys / kMinSplitKeys));
+  d.key_width = round_up(p.head_dim, kLanes);
+  d.value_width = round_up(p.value_head_dim, kLanes);
   return d;
 }
 
@@ -65,28 +81,48 @@ Block block_of(const AttentionParams& p, const Division& d, std::int64_t index) 
           min_of(d.block_rows, d.rows - first_row)};
 }
 
-// The running sums of a block over a range of keys.
-struct Partial {
-  float* maximum;      // [rows]
-  float* sum;          // [rows]
-  float* accumulator;  // [Hv, rows]
+// Slots, first and one after the last; sinks count in the first range of a block.
+struct Range {
+  std::int64_t begin;
+  std::int64_t end;
+  bool is_first = true;
 };
 
-std::int64_t partial_floats(const AttentionParams& p, const Division& d) {
-  return round_up(d.block_rows * (2 + p.value_head_dim), 16);
+// The slots that any of the rows [first, last] of a key/value head may see.
+Range visible_slots(const AttentionParams& p, const Division& d, std::int64_t first,
+                    std::int64_t last) {
+  const std::int64_t first_query = p.past_sequence_length + position_of(d, first);
+  const std::int64_t last_query = p.past_sequence_length + position_of(d, last);
+  const std::int64_t end = p.is_causal ? last_query + 1 : p.total_sequence_length;
+  const std::int64_t begin = p.window_size > 0 ? max_of(0, first_query - p.window_size + 1) : 0;
+  return {min_of(begin, end), end};
+}
+
+// The running sums of a block over a range of keys.
+struct Partial {
+  float* maximum;      // [rows], of scores in units of ln 2
+  float* sum;          // [rows]
+  float* accumulator;  // [rows, value_width]
+};
+
+std::int64_t partial_floats(const Division& d) {
+  return round_up(2 * d.block_rows, 16) + round_up(d.block_rows * d.value_width, 16);
 }
 
 Partial partial_at(float* memory, const Division& d) {
-  return {memory, memory + d.block_rows, memory + 2 * d.block_rows};
+  return {memory, memory + d.block_rows, memory + round_up(2 * d.block_rows, 16)};
 }
 
-// One worker's memory.
+// One worker's memory. Where rows are few: queries [rows, key_width], scores [rows, keys]. Else
+// each strip has its own queries [H, kStripRows] and sums [Hv, kStripRows], one after the other.
 struct Scratch {
-  float* queries;       // [H, rows]: rotated and scaled
-  float* scores;        // [kKeyTile, rows]
-  float* keys;          // [kKeyTile, H], when the cache is not float32
+  float* queries;  // rotated and scaled
+  float* scores;
+  float* strips;        // running sums of the strips
+  float* keys;          // [kKeyTile, H], when the cache is not float32 and rows are many
   float* values;        // [kKeyTile, Hv]
-  float* row;           // [max(H, Hv)]
+  float* rows;          // [kLanes, max(key_width, value_width, kKeyTile)]
+  float* bias;          // [kFewRowsKeyTile]
   float* alpha;         // [rows]
   float* slopes;        // [rows]
   float* query_offset;  // [rows]: slot of the row's query, counted from the tile's first
@@ -103,18 +139,21 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
     used += round_up(count, 16);
     return start;
   };
-  const bool widens = p.cache_type != DataType::kFloat32;
-  scratch->queries = take(p.head_dim * d.block_rows);
-  scratch->scores = take(kKeyTile * d.block_rows);
+  const std::int64_t lanes = round_up(d.block_rows, kStripRows);
+  const bool widens = p.cache_type != DataType::kFloat32 && !d.has_few_rows;
+  scratch->queries = take(d.has_few_rows ? d.block_rows * d.key_width : lanes * d.key_width);
+  scratch->scores = take(d.has_few_rows ? d.block_rows * kFewRowsKeyTile : kStripRows * kKeyTile);
+  scratch->strips = take(d.has_few_rows ? 0 : lanes * d.value_width);
   scratch->keys = take(widens ? kKeyTile * p.head_dim : 0);
   scratch->values = take(widens ? kKeyTile * p.value_head_dim : 0);
-  scratch->row = take(max_of(p.head_dim, p.value_head_dim));
-  scratch->alpha = take(d.block_rows);
-  scratch->slopes = take(d.block_rows);
-  scratch->query_offset = take(d.block_rows);
-  scratch->first = take(d.block_rows);
-  scratch->last = take(d.block_rows);
-  float* partial = take(partial_floats(p, d));
+  scratch->rows = take(kLanes * max_of(max_of(d.key_width, d.value_width), kKeyTile));
+  scratch->bias = take(kFewRowsKeyTile);
+  scratch->alpha = take(lanes);
+  scratch->slopes = take(lanes);
+  scratch->query_offset = take(lanes);
+  scratch->first = take(lanes);
+  scratch->last = take(lanes);
+  float* partial = take(partial_floats(d));
   if (memory != nullptr) scratch->partial = partial_at(partial, d);
   return used;
 }

@@ -1,7 +1,9 @@
-// The arithmetic on one tile of keys: products, score changes, masks, online softmax.
+// The arithmetic on one tile of keys and a strip of many rows: products, score changes, masks,
+// online softmax.
 //
 // Vector lanes are query rows, so a tile of scores is [key, row] and nothing is ever summed across
-// lanes. Included by attention_flash.cc only, after a vec_*.h; internal linkage throughout.
+// lanes. Scores are in units of ln 2, except where a softcap is still to be applied. Included by
+// attention_flash.cc only, after a vec_*.h; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +22,7 @@ void multiply_block(const float* a, std::int64_t a_row, std::int64_t a_step, con
   Vec sums[rows][vecs];
 #pragma GCC unroll 16
   for (int i = 0; i < rows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int v = 0; v < vecs; ++v) {
       sums[i][v] = alpha == nullptr
                        ? set(0.0F)
@@ -29,18 +31,18 @@ void multiply_block(const float* a, std::int64_t a_row, std::int64_t a_step, con
   }
   for (std::int64_t k = 0; k < depth; ++k) {
     Vec operands[vecs];
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int v = 0; v < vecs; ++v) operands[v] = load(b + k * lanes + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i) {
       const Vec element = set(a[i * a_row + k * a_step]);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
       for (int v = 0; v < vecs; ++v) sums[i][v] = fma(element, operands[v], sums[i][v]);
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < rows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int v = 0; v < vecs; ++v) store(c + i * lanes + v * kLanes, sums[i][v]);
   }
 }
@@ -72,18 +74,16 @@ void multiply_rows(std::int64_t rows, const float* a, std::int64_t a_row, std::i
                                  lanes, alpha);
 }
 
-// The product of multiply_block for any number of rows and lanes (a multiple of kLanes).
+// The product of multiply_block for any number of rows and the lanes of a strip.
 void multiply(std::int64_t rows, const float* a, std::int64_t a_row, std::int64_t a_step,
               const float* b, std::int64_t depth, float* c, std::int64_t lanes,
               const float* alpha) {
-  std::int64_t lane = 0;
-  for (; lane + 2 * kLanes <= lanes; lane += 2 * kLanes) {
-    multiply_rows<kRowsTwoVecs, 2>(rows, a, a_row, a_step, b + lane, depth, c + lane, lanes,
-                                   alpha == nullptr ? nullptr : alpha + lane);
-  }
-  if (lane < lanes) {
-    multiply_rows<kRowsOneVec, 1>(rows, a, a_row, a_step, b + lane, depth, c + lane, lanes,
-                                  alpha == nullptr ? nullptr : alpha + lane);
+  if (lanes == 3 * kLanes) {
+    multiply_rows<kRowsThreeVecs, 3>(rows, a, a_row, a_step, b, depth, c, lanes, alpha);
+  } else if (lanes == 2 * kLanes) {
+    multiply_rows<kRowsTwoVecs, 2>(rows, a, a_row, a_step, b, depth, c, lanes, alpha);
+  } else {
+    multiply_rows<kRowsOneVec, 1>(rows, a, a_row, a_step, b, depth, c, lanes, alpha);
   }
 }
 
@@ -105,10 +105,11 @@ void accumulate_skipping_zeros(const float* weights, const float* values, std::i
   }
 }
 
+// Of scores in natural units; the result is in units of ln 2.
 void apply_softcap(float* scores, std::int64_t count, float softcap) {
   const Vec inverse = set(1.0F / softcap);
   for (std::int64_t i = 0; i < count; i += kLanes) {
-    store(scores + i, mul(set(softcap), tanh(mul(load(scores + i), inverse))));
+    store(scores + i, mul(set(softcap * kLog2E), tanh(mul(load(scores + i), inverse))));
   }
 }
 
@@ -147,30 +148,47 @@ void apply_mask(float* scores, std::int64_t keys, std::int64_t lanes, const std:
   }
 }
 
-// Turns scores into weights e^(score - maximum), updates each row's running maximum and sum, and
+template <int vecs>
+void online_softmax_of(float* scores, std::int64_t keys, std::int64_t lanes, float* maximum,
+                       float* sum, float* alpha) {
+  Vec shift[vecs];
+  Vec total[vecs];
+#pragma GCC unroll 3
+  for (int v = 0; v < vecs; ++v) shift[v] = load(maximum + v * kLanes);
+  for (std::int64_t t = 0; t < keys; ++t) {
+#pragma GCC unroll 3
+    for (int v = 0; v < vecs; ++v) shift[v] = max(load(scores + t * lanes + v * kLanes), shift[v]);
+  }
+#pragma GCC unroll 3
+  for (int v = 0; v < vecs; ++v) {
+    const Vec old_maximum = load(maximum + v * kLanes);
+    store(maximum + v * kLanes, shift[v]);
+    // A row that has seen nothing keeps its -infinity; 0 in its place keeps NaN out of the weights.
+    shift[v] = select_equal(shift[v], set(kMinusInfinity), set(0.0F), shift[v]);
+    const Vec shrink = exp2_nonpositive(sub(old_maximum, shift[v]));
+    store(alpha + v * kLanes, shrink);
+    total[v] = mul(load(sum + v * kLanes), shrink);
+  }
+  for (std::int64_t t = 0; t < keys; ++t) {
+#pragma GCC unroll 3
+    for (int v = 0; v < vecs; ++v) {
+      float* score = scores + t * lanes + v * kLanes;
+      const Vec weight = exp2_nonpositive(sub(load(score), shift[v]));
+      store(score, weight);
+      total[v] = add(total[v], weight);
+    }
+  }
+#pragma GCC unroll 3
+  for (int v = 0; v < vecs; ++v) store(sum + v * kLanes, total[v]);
+}
+
+// Turns scores into weights 2^(score - maximum), updates each row's running maximum and sum, and
 // sets alpha, the factor by which a row's earlier sums shrink when its maximum grows.
 void online_softmax(float* scores, std::int64_t keys, std::int64_t lanes, float* maximum,
                     float* sum, float* alpha) {
-  for (std::int64_t lane = 0; lane < lanes; lane += kLanes) {
-    const Vec old_maximum = load(maximum + lane);
-    Vec new_maximum = old_maximum;
-    for (std::int64_t t = 0; t < keys; ++t) {
-      new_maximum = max(load(scores + t * lanes + lane), new_maximum);
-    }
-    // A row that has seen nothing keeps its -infinity; 0 in its place keeps NaN out of the weights.
-    const Vec shift = select_equal(new_maximum, set(kMinusInfinity), set(0.0F), new_maximum);
-    const Vec shrink = exp_nonpositive(sub(old_maximum, shift));
-    Vec total = mul(load(sum + lane), shrink);
-    for (std::int64_t t = 0; t < keys; ++t) {
-      float* score = scores + t * lanes + lane;
-      const Vec weight = exp_nonpositive(sub(load(score), shift));
-      store(score, weight);
-      total = add(total, weight);
-    }
-    store(maximum + lane, new_maximum);
-    store(sum + lane, total);
-    store(alpha + lane, shrink);
-  }
+  if (lanes == 3 * kLanes) return online_softmax_of<3>(scores, keys, lanes, maximum, sum, alpha);
+  if (lanes == 2 * kLanes) return online_softmax_of<2>(scores, keys, lanes, maximum, sum, alpha);
+  return online_softmax_of<1>(scores, keys, lanes, maximum, sum, alpha);
 }
 
 // True when any of `count` floats (a multiple of kLanes) is NaN or infinite.

@@ -27,6 +27,9 @@ static inline Words low_nibbles(Words w) { return _mm256_and_si256(w, _mm256_set
 static inline Words high_nibbles(Words w) {
   return _mm256_and_si256(_mm256_srli_epi32(w, 4), _mm256_set1_epi8(15));
 }
+static inline Words subtract_bytes(Words w, int number) {
+  return _mm256_sub_epi8(w, _mm256_set1_epi8(static_cast<char>(number)));
+}
 
 static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
   const std::uint32_t low = static_cast<std::uint16_t>(-middle * pairs[0]);

@@ -20,6 +20,9 @@ static inline Words low_nibbles(Words w) { return _mm512_and_si512(w, _mm512_set
 static inline Words high_nibbles(Words w) {
   return _mm512_and_si512(_mm512_srli_epi32(w, 4), _mm512_set1_epi8(15));
 }
+static inline Words subtract_bytes(Words w, int number) {
+  return _mm512_sub_epi8(w, _mm512_set1_epi8(static_cast<char>(number)));
+}
 static inline Sums set_sums(std::int32_t start) { return _mm512_set1_epi32(start); }
 
 #if defined(KVCONV_USE_VNNI)

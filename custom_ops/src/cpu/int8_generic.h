@@ -37,6 +37,11 @@ static inline Words high_nibbles(Words w) {
   for (std::uint8_t& byte : w.bytes) byte >>= 4;
   return w;
 }
+// Subtracts a number from every byte; they become signed.
+static inline Words subtract_bytes(Words w, int number) {
+  for (std::uint8_t& byte : w.bytes) byte = static_cast<std::uint8_t>(byte - number);
+  return w;
+}
 
 // What sums start with when every weight of a piece has `middle` subtracted: the piece's
 // activations are added up to pairs[0] (bytes 0 and 1 of each word) and pairs[1] (bytes 2 and 3).

@@ -3,11 +3,17 @@
 #include "kvconv/gated_activation.h"
 #include "kvconv/quantized.h"
 
+#if defined(KVCONV_HAS_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace kvconv {
 
 #if defined(KVCONV_HAS_X86)
 extern const FlashKernel kFlashAvx512;
 extern const FlashKernel kFlashAvx2;
+extern const MatMulKernel kMatMulAmx;
 extern const MatMulKernel kMatMulVnni;
 extern const MatMulKernel kMatMulAvx512;
 extern const MatMulKernel kMatMulAvx2;
@@ -26,6 +32,17 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+// AMX needs the system's leave as well, which holds for all threads of the process.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;
+  constexpr long kTileData = 18;
+  return has_vnni() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
@@ -51,6 +68,7 @@ const std::vector<MatMulKernel>& matmul_kernels() {
   static const std::vector<MatMulKernel> supported = [] {
     std::vector<MatMulKernel> kernels;
 #if defined(KVCONV_HAS_X86)
+    if (has_amx()) kernels.push_back(kMatMulAmx);
     if (has_vnni()) kernels.push_back(kMatMulVnni);
     if (has_avx512()) kernels.push_back(kMatMulAvx512);
     if (has_avx2()) kernels.push_back(kMatMulAvx2);

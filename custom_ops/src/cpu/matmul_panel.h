@@ -31,6 +31,11 @@ Pieces pieces_of(const QuantizedMatrix& w) {
           w.bits == 8 && kSplitsBytes ? 2 : 1};
 }
 
+// Words of a row that make a piece.
+std::int64_t words_per_piece(const QuantizedMatrix& w) {
+  return min_of(w.block_size, 32) * w.bits / 32;
+}
+
 // One worker's panel.
 struct Panel {
   std::uint8_t* words;  // [pieces, planes, columns / 4, 2] vectors, int8 activations
@@ -106,26 +111,29 @@ void unpack_scales(const QuantizedMatrix& w, const Pieces& pieces, const HalfPan
   }
 }
 
-// The weights of half a panel as bytes.
+// The weights of half a panel as bytes; `is_signed` subtracts the middle.
+template <bool is_signed>
 void unpack_bytes(const QuantizedMatrix& w, const HalfPanel& half, std::uint8_t* target) {
   const std::uint8_t* rows[kLanes];
   half.locate(w.data, w.row_bytes(), rows);
-  const auto at = [&](std::int64_t vector) { return target + vector * 2 * kVectorBytes; };
+  const auto put = [&](std::int64_t vector, Words v) {
+    if constexpr (is_signed) v = subtract_bytes(v, w.middle());
+    store_words(target + vector * 2 * kVectorBytes, v);
+  };
   if (w.bits == 4) {
     for_each_word(rows, w.row_bytes() / 4, [&](std::int64_t word, Words v) {
-      store_words(at(2 * word), low_nibbles(v));
-      store_words(at(2 * word + 1), high_nibbles(v));
+      put(2 * word, low_nibbles(v));
+      put(2 * word + 1, high_nibbles(v));
     });
   } else if (kSplitsBytes) {
     const std::int64_t depth = min_of(w.block_size, 32) / 4;
     for_each_word(rows, w.row_bytes() / 4, [&](std::int64_t word, Words v) {
       const std::int64_t vector = word / depth * 2 * depth + word % depth;
-      store_words(at(vector), high_nibbles(v));
-      store_words(at(vector + depth), low_nibbles(v));
+      put(vector, high_nibbles(v));
+      put(vector + depth, low_nibbles(v));
     });
   } else {
-    for_each_word(rows, w.row_bytes() / 4,
-                  [&](std::int64_t word, Words v) { store_words(at(word), v); });
+    for_each_word(rows, w.row_bytes() / 4, put);
   }
 }
 
@@ -160,8 +168,8 @@ void unpack_floats(const QuantizedMatrix& w, const Pieces& pieces, const HalfPan
   });
 }
 
-// Unpacks the panel whose first row is `first`.
-void unpack_panel(const MatMulParams& p, const Pieces& pieces, std::int64_t first,
+// Unpacks the panel whose first row is `first`; `is_signed`: with the middle subtracted.
+void unpack_panel(const MatMulParams& p, const Pieces& pieces, std::int64_t first, bool is_signed,
                   const Panel& panel) {
   const QuantizedMatrix& w = p.weights;
   for (std::int64_t h = 0; h < 2; ++h) {
@@ -169,8 +177,10 @@ void unpack_panel(const MatMulParams& p, const Pieces& pieces, std::int64_t firs
     float* scales = panel.scales + h * kLanes;
     float* zeros = panel.zeros + h * kLanes;
     unpack_scales(w, pieces, half, p.quantizes_activations, scales, zeros);
-    if (p.quantizes_activations) {
-      unpack_bytes(w, half, panel.words + h * kVectorBytes);
+    if (is_signed) {
+      unpack_bytes<true>(w, half, panel.words + h * kVectorBytes);
+    } else if (p.quantizes_activations) {
+      unpack_bytes<false>(w, half, panel.words + h * kVectorBytes);
     } else {
       unpack_floats(w, pieces, half, scales, zeros, panel.weights + h * kLanes);
     }

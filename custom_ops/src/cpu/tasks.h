@@ -13,7 +13,9 @@ namespace {
 
 static inline std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 static inline std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-static inline std::int64_t round_up(std::int64_t a, std::int64_t unit) { return (a + unit - 1) / unit * unit; }
+static inline std::int64_t round_up(std::int64_t a, std::int64_t unit) {
+  return (a + unit - 1) / unit * unit;
+}
 
 // Calls body(worker, task) for every task in [0, count); worker is below parallel_for.num_workers.
 template <typename Body>

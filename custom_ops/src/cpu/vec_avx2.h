@@ -10,6 +10,9 @@ namespace kvconv {
 constexpr int kLanes = 8;
 constexpr int kRowsOneVec = 12;
 constexpr int kRowsTwoVecs = 6;
+constexpr int kRowsThreeVecs = 4;
+constexpr int kMaxDotRows = 3;
+constexpr int kFewRows = 6;
 
 using Vec = __m256;
 
@@ -29,9 +32,62 @@ static inline Vec select_equal(Vec a, Vec b, Vec x, Vec y) {
 }
 static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 static inline Vec absolute(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), a); }
-static inline Vec power_of_two(Vec a) {
-  const __m256i n = _mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(127));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
+static inline Vec nearest(Vec a) {
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline Vec scale_by_power(Vec a, Vec n) {
+  const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
+}
+static inline Vec load_part(const float* p, std::int64_t count) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_maskload_ps(p,
+                            _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane));
+}
+static inline __m128 sum_of_halves(Vec v) {
+  return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+}
+static inline float sum_of_lanes(Vec v) {
+  __m128 x = sum_of_halves(v);
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+static inline float max_of_lanes(Vec v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+static inline void store_sums(float* p, Vec a, Vec b, Vec c, Vec d) {
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256 low = _mm256_shuffle_ps(ab, cd, _MM_SHUFFLE(1, 0, 1, 0));
+  const __m256 high = _mm256_shuffle_ps(ab, cd, _MM_SHUFFLE(3, 2, 3, 2));
+  _mm_storeu_ps(p, sum_of_halves(_mm256_add_ps(low, high)));
+}
+static inline void transpose(const float* source, std::int64_t source_stride, float* target,
+                             std::int64_t target_stride) {
+  __m256 a[8];
+  __m256 b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(source + i * source_stride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(target + i * target_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(target + (i + 4) * target_stride,
+                     _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
 }
 
 static inline Vec load_float16(const std::uint16_t* p) {

@@ -9,8 +9,11 @@
 namespace kvconv {
 
 constexpr int kLanes = 16;
-constexpr int kRowsOneVec = 12;
-constexpr int kRowsTwoVecs = 12;  // 24 accumulators of 32 registers
+constexpr int kRowsOneVec = 16;
+constexpr int kRowsTwoVecs = 12;
+constexpr int kRowsThreeVecs = 8;  // 24 accumulators of 32 registers
+constexpr int kMaxDotRows = 4;
+constexpr int kFewRows = 12;
 
 using Vec = __m512;
 
@@ -30,9 +33,64 @@ static inline Vec select_equal(Vec a, Vec b, Vec x, Vec y) {
 }
 static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline Vec absolute(Vec a) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0F), a); }
-static inline Vec power_of_two(Vec a) {
-  const __m512i n = _mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(127));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
+static inline Vec nearest(Vec a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+static inline Vec load_part(const float* p, std::int64_t count) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1U << count) - 1U), p);
+}
+static inline __m128 sum_of_quarters(Vec v) {
+  const __m256 x = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+static inline float sum_of_lanes(Vec v) {
+  __m128 x = sum_of_quarters(v);
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+static inline float max_of_lanes(Vec v) {
+  const __m256 x = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+static inline void store_sums(float* p, Vec a, Vec b, Vec c, Vec d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512 low = _mm512_shuffle_ps(ab, cd, _MM_SHUFFLE(1, 0, 1, 0));
+  const __m512 high = _mm512_shuffle_ps(ab, cd, _MM_SHUFFLE(3, 2, 3, 2));
+  _mm_storeu_ps(p, sum_of_quarters(_mm512_add_ps(low, high)));
+}
+static inline void transpose(const float* source, std::int64_t source_stride, float* target,
+                             std::int64_t target_stride) {
+  __m512 a[16];
+  __m512 b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(source + i * source_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // a[i + j]: column j of each quarter, of rows i to i + 3
+    a[i] = _mm512_shuffle_ps(b[i], b[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
+    a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
+    a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
+    a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512 x = _mm512_shuffle_f32x4(a[j], a[j + 4], 0x88);  // quarters 0 and 2
+    const __m512 y = _mm512_shuffle_f32x4(a[j], a[j + 4], 0xDD);  // quarters 1 and 3
+    const __m512 z = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0x88);
+    const __m512 w = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0xDD);
+    _mm512_storeu_ps(target + j * target_stride, _mm512_shuffle_f32x4(x, z, 0x88));
+    _mm512_storeu_ps(target + (j + 4) * target_stride, _mm512_shuffle_f32x4(y, w, 0x88));
+    _mm512_storeu_ps(target + (j + 8) * target_stride, _mm512_shuffle_f32x4(x, z, 0xDD));
+    _mm512_storeu_ps(target + (j + 12) * target_stride, _mm512_shuffle_f32x4(y, w, 0xDD));
+  }
 }
 
 static inline Vec load_float16(const std::uint16_t* p) {

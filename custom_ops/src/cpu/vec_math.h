@@ -1,28 +1,36 @@
-// exp, tanh and rows of 16-bit floats on vectors; compiled once per instruction set, after its
-// vec_*.h. Polynomials: Cephes (expf.c, tanhf.c), about one unit in the last place.
+// 2^x, e^x, tanh and rows of 16-bit floats on vectors; compiled once per instruction set, after its
+// vec_*.h. tanh: Cephes (tanhf.c), about one unit in the last place.
 #pragma once
 
 #include "kvconv/float16.h"
 
 namespace kvconv {
 
+constexpr float kLog2E = 1.44269504F;
+
+// 2^r for r in [-1/2, 1/2]: the best polynomial of its degree with value 1 at 0, 1e-7 relative.
+static inline Vec exp2_near_zero(Vec r) {
+  Vec y = set(1.3264727165e-3F);
+  y = fma(y, r, set(9.6715126419e-3F));
+  y = fma(y, r, set(5.5507337434e-2F));
+  y = fma(y, r, set(2.4022242085e-1F));
+  y = fma(y, r, set(6.9314697760e-1F));
+  return fma(y, r, set(1.0F));
+}
+
+// 2^x for x <= 0; exactly 0 below -125 and at -infinity; NaN for NaN.
+static inline Vec exp2_nonpositive(Vec x) {
+  const Vec n = nearest(x);
+  const Vec y = scale_by_power(exp2_near_zero(sub(x, n)), n);
+  return select_less(x, set(-125.0F), set(0.0F), y);
+}
+
 // e^x for x <= 0; exactly 0 below -87 and at -infinity; NaN for NaN.
 static inline Vec exp_nonpositive(Vec x) {
-  const Vec lowest = set(-87.0F);
-  const Vec clamped = max(lowest, x);
-  // Adding 1.5 * 2^23 rounds x / ln 2 to the integer n and leaves n in the low mantissa bits.
-  const Vec shifted = fma(clamped, set(1.44269504F), set(12582912.0F));
-  const Vec n = sub(shifted, set(12582912.0F));
-  Vec r = fma(n, set(-0.693359375F), clamped);
-  r = fma(n, set(2.12194440e-4F), r);
-  Vec y = set(1.9875691500e-4F);
-  y = fma(y, r, set(1.3981999507e-3F));
-  y = fma(y, r, set(8.3334519073e-3F));
-  y = fma(y, r, set(4.1665795894e-2F));
-  y = fma(y, r, set(1.6666665459e-1F));
-  y = fma(y, r, set(5.0000001201e-1F));
-  y = add(fma(y, mul(r, r), r), set(1.0F));
-  return select_less(x, lowest, set(0.0F), mul(y, power_of_two(shifted)));
+  const Vec n = nearest(mul(x, set(kLog2E)));
+  const Vec r = fma(n, set(2.12194440e-4F), fma(n, set(-0.693359375F), x));  // x - n * ln 2
+  const Vec y = scale_by_power(exp2_near_zero(mul(r, set(kLog2E))), n);
+  return select_less(x, set(-87.0F), set(0.0F), y);
 }
 
 static inline Vec tanh(Vec x) {

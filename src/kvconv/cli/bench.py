@@ -9,6 +9,8 @@ from kvconv.cli.bench_report import (
     describe,
     print_header,
     print_json_points,
+    print_op_header,
+    print_op_point,
     print_point,
     print_profiles,
     print_ratio,
@@ -37,7 +39,7 @@ class Depths(click.ParamType[tuple[int, ...]]):
 
 
 @click.command(cls=Command)
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--depths", type=Depths(), default="128,512,2048", show_default=True,
     help="Prompt lengths in tokens; each is a prefill, and the depth where decoding begins.",
@@ -75,9 +77,14 @@ class Depths(click.ParamType[tuple[int, ...]]):
     "--plot", "chart", type=click.Path(path_type=Path), metavar="FILE.png",
     help='Draw tokens/s over depth; needs pip install "kvconv[plot]".',
 )  # fmt: skip
+@click.option(
+    "--op", "is_op", is_flag=True,
+    help="Measure the attention op alone, without a BUNDLE; needs pip install "
+    '"kvconv[cpu,export]".',
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line per point.")
 def command(
-    bundle: Path,
+    bundle: Path | None,
     depths: tuple[int, ...],
     gen: int,
     repeats: int,
@@ -88,6 +95,7 @@ def command(
     against: Path | None,
     is_profiled: bool,
     chart: Path | None,
+    is_op: bool,
     as_json: bool,
 ) -> None:
     """Measure how fast BUNDLE runs, as `kvconv run` would run it.
@@ -110,7 +118,18 @@ def command(
     cache; `of read bandwidth` compares that with how fast the machine read 512 MB just before.
     Cores that other processes kept busy are reported, because on a busy machine no figure is worth
     much; ratios of --against are of runs that took turns.
+
+    --op takes turns between kvconv's FlashAttention, ONNX Runtime's GroupQueryAttention on the same
+    tensors, and what the machine allows (reading and copying memory, float32 matrix products), at
+    --depths, with --repeats and --threads.
     """  # noqa: D301 - click wants the control character that \b stands for
+    if is_op != (bundle is None):
+        raise click.UsageError("Give either a BUNDLE or --op.")
+    if bundle is None:
+        if against is not None or is_profiled or chart is not None:
+            raise click.UsageError("--against, --profile and --plot are for a BUNDLE.")
+        measure_op(depths, threads=threads, repeats=repeats, as_json=as_json)
+        return
     with needs_extra("cpu"):
         from kvconv.bench import Measurement, Point, Ratio, compare, profile, to_points
         from kvconv.bench.machine import read_bandwidth, usable_cores
@@ -176,3 +195,20 @@ def command(
                     prefill_chunk=prefill_chunk,
                 )
                 print_profiles(label, profiles, as_json=as_json)
+
+
+def measure_op(
+    depths: tuple[int, ...], *, threads: int | None, repeats: int, as_json: bool
+) -> None:
+    """Measure the attention op: plain with every shape of heads, its variants with the first."""
+    with needs_extra("export"):
+        from kvconv.bench.attention_op import SHAPES, cases, measure_attention
+        from kvconv.bench.machine import usable_cores
+    chosen = cases(decode=depths, prefill=depths, variants=("plain",))
+    chosen += cases(
+        decode=depths, prefill=depths, shapes=SHAPES[:1], variants=("softcap", "head_sink")
+    )
+    if not as_json:
+        print_op_header()
+    for point in measure_attention(chosen, threads=threads or usable_cores(), repeats=repeats):
+        print_op_point(point, as_json=as_json)

@@ -10,6 +10,7 @@ from kvconv.cli.common import print_json
 
 if TYPE_CHECKING:
     from kvconv.bench import Measurement, Point, Profile, Ratio
+    from kvconv.bench.attention_op import AttentionPoint
 
 _BUSY_CORES = 0.1
 
@@ -78,3 +79,35 @@ def print_profiles(label: str, profiles: "Sequence[Profile]", *, as_json: bool) 
         for op in profile.ops:
             nodes = str(op.nodes or "")
             click.echo(f"  {op.ms:9.3f} ms {op.percent:5.1f}%{nodes:>6}  {op.op}")
+
+
+def print_op_header() -> None:
+    """Name the columns of `print_op_point`."""
+    click.echo(
+        f"{'':8}{'context':>8}  {'heads':12}{'variant':10}{'ms':>9}{'GQA ms':>9}{'faster':>8}"
+        f"{'rate':>14}  of what the machine allows"
+    )
+
+
+def print_op_point(point: "AttentionPoint", *, as_json: bool) -> None:
+    """Write what one case of the attention op took, beside GroupQueryAttention and the roofs."""
+    case = point.case
+    percents = {name: round(percent, 1) for name, percent in point.percent_of_roofs.items()}
+    if as_json:
+        print_json(
+            {
+                **dataclasses.asdict(point),
+                "case": dataclasses.asdict(case),
+                "speedup": round(point.speedup, 3),
+                "percent_of_roofs": percents,
+            }
+        )
+        return
+    heads = f"{case.heads.num_heads}/{case.heads.kv_num_heads} x {case.heads.head_dim}"
+    unit = "GB/s" if case.what == "decode" else "GFLOP/s"
+    roofs = ", ".join(f"{percent:.0f}% {name}" for name, percent in percents.items())
+    click.echo(
+        f"{case.what:8}{case.context:8d}  {heads:12}{case.variant:10}{1e3 * point.seconds:9.3f}"
+        f"{1e3 * point.gqa_seconds:9.3f}{point.speedup:7.2f}x{point.rate / 1e9:7.1f} {unit:7}"
+        f" {roofs}"
+    )

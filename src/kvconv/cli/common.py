@@ -3,7 +3,6 @@
 import codecs
 import contextlib
 import errno
-import importlib.metadata
 import json
 import os
 import re
@@ -113,6 +112,8 @@ def needs_extra(extra: str) -> Iterator[None]:
 
 def extras() -> dict[str, tuple[str, ...]]:
     """Return the packages that each extra of kvconv brings, as the installation says."""
+    import importlib.metadata  # 20 ms, and needed for errors only
+
     found: dict[str, tuple[str, ...]] = {}
     for requirement in importlib.metadata.requires("kvconv") or ():
         extra = re.search(r"""extra == ['"](\w+)['"]""", requirement)

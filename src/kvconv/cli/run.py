@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from kvconv.cli.chat import Chat
 from kvconv.cli.common import Command, needs_extra, prefill_chunk_option, print_status
 from kvconv.cli.generation import generate, print_stats
 from kvconv.cli.model_cache import (
@@ -156,6 +155,8 @@ def command(
     variables = {} if thinking is None else generator.chat_template.thinking(thinking)
     messages = [] if system is None else [{"role": "system", "content": system}]
     if is_chat:
+        from kvconv.cli.chat import Chat  # brings a terminal's editing and colours
+
         conversation = Conversation(generator, messages, variables)
         Chat(conversation, params, as_json=as_json, with_stats=stats).run(text)
         return

@@ -61,7 +61,9 @@ Case make_case(std::uint64_t seed) {
   Random random(seed);
   Case c;
   AttentionParams& p = c.p;
-  const std::vector<std::int64_t> edges = {1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65};
+  // Around vectors, strips of rows (12, 24 or 48) and tiles of keys (64, or 128 for few rows).
+  const std::vector<std::int64_t> edges = {1,  2,  3,  5,  12, 15, 16, 17,  31,  33,
+                                           47, 48, 49, 63, 64, 65, 97, 127, 128, 129};
   p.batch_size = 1 + random.below(3);
   p.kv_num_heads = 1 + random.below(3);
   p.num_heads = p.kv_num_heads * (1 + random.below(5));

@@ -1,0 +1,167 @@
+// The arithmetic on one tile of keys and few rows: products of queries with keys, and sums of
+// weighted values. Vector lanes are elements of a head.
+//
+// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "flash_division.h"
+#include "kvconv/attention.h"
+#include "kvconv/float16.h"
+
+namespace kvconv {
+namespace {
+
+constexpr std::int64_t kCacheLine = 64;
+constexpr int kDotKeys = 4;  // keys whose products are summed across lanes together
+
+// Elements [i, i + kLanes) of a cache, as floats.
+template <DataType type>
+static inline Vec load_cached(const void* data, std::int64_t i) {
+  if constexpr (type == DataType::kFloat32) return load(static_cast<const float*>(data) + i);
+  const std::uint16_t* bits = static_cast<const std::uint16_t*>(data) + i;
+  return type == DataType::kFloat16 ? load_float16(bits) : load_bfloat16(bits);
+}
+
+// Elements [i, i + count), and zeros behind them.
+template <DataType type>
+static inline Vec load_cached_part(const void* data, std::int64_t i, std::int64_t count) {
+  if constexpr (type == DataType::kFloat32) {
+    return load_part(static_cast<const float*>(data) + i, count);
+  }
+  std::uint16_t part[kLanes] = {};
+  std::memcpy(part, static_cast<const std::uint16_t*>(data) + i,
+              static_cast<std::size_t>(count) * sizeof(std::uint16_t));
+  return load_cached<type>(part, 0);
+}
+
+static inline void prefetch(const char* data, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(data + i);
+}
+
+// scores[r][t] = query r . key t for `rows` queries and `keys` keys, whose elements start at
+// `first`; strides in floats.
+template <DataType type, int rows, int keys>
+void dot_block(const float* queries, std::int64_t query_stride, const void* data,
+               std::int64_t first, std::int64_t width, float* scores, std::int64_t score_stride) {
+  Vec sums[rows][keys];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int t = 0; t < keys; ++t) sums[r][t] = set(0.0F);
+  }
+  const auto add_products = [&](std::int64_t h, const auto& load_key) {
+    Vec elements[keys];
+#pragma GCC unroll 4
+    for (int t = 0; t < keys; ++t) elements[t] = load_key(first + t * width + h);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const Vec query = load(queries + r * query_stride + h);
+#pragma GCC unroll 4
+      for (int t = 0; t < keys; ++t) sums[r][t] = fma(query, elements[t], sums[r][t]);
+    }
+  };
+  std::int64_t h = 0;
+  for (; h + kLanes <= width; h += kLanes) {
+    add_products(h, [&](std::int64_t i) { return load_cached<type>(data, i); });
+  }
+  if (h < width) {
+    add_products(h, [&](std::int64_t i) { return load_cached_part<type>(data, i, width - h); });
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+    float* row = scores + r * score_stride;
+    if constexpr (keys == 4) {
+      store_sums(row, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+    } else {
+      row[0] = sum_of_lanes(sums[r][0]);
+    }
+  }
+}
+
+// accumulator[r][i] = alpha[r] * accumulator[r][i] + sum over t of weights[r][t] * value t's
+// element i, for `vecs` vectors of elements. Each value also calls for `ahead` bytes of the
+// memory at `next`.
+template <DataType type, int rows, int vecs, bool is_part>
+void mix_block(const float* weights, std::int64_t weight_stride, const void* data,
+               std::int64_t first, std::int64_t width, std::int64_t part, std::int64_t keys,
+               float* accumulator, std::int64_t stride, const float* alpha, const char* next,
+               std::int64_t ahead) {
+  Vec sums[rows][vecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vecs; ++v) {
+      sums[r][v] = mul(set(alpha[r]), load(accumulator + r * stride + v * kLanes));
+    }
+  }
+  for (std::int64_t t = 0; t < keys; ++t) {
+    prefetch(next + t * ahead, ahead);
+    Vec factors[rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) factors[r] = set(weights[r * weight_stride + t]);
+#pragma GCC unroll 4
+    for (int v = 0; v < vecs; ++v) {
+      const std::int64_t i = first + t * width + v * kLanes;
+      const Vec value =
+          is_part ? load_cached_part<type>(data, i, part) : load_cached<type>(data, i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) sums[r][v] = fma(factors[r], value, sums[r][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vecs; ++v) store(accumulator + r * stride + v * kLanes, sums[r][v]);
+  }
+}
+
+// A tile of keys and values, and how it meets the rows.
+struct RowTile {
+  const void* keys;
+  const void* values;
+  std::int64_t first_key;    // element of the cache where the tile's keys start
+  std::int64_t first_value;  // and its values
+  std::int64_t count;
+};
+
+template <DataType type, int rows>
+void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
+              const float* queries, float* scores, bool calls_values) {
+  const std::int64_t value_bytes = p.value_head_dim * bytes_of(type);
+  const char* values = static_cast<const char*>(tile.values) + tile.first_value * bytes_of(type);
+  std::int64_t t = 0;
+  for (; t + kDotKeys <= tile.count; t += kDotKeys) {
+    if (calls_values) prefetch(values + t * value_bytes, kDotKeys * value_bytes);
+    dot_block<type, rows, kDotKeys>(queries, d.key_width, tile.keys,
+                                    tile.first_key + t * p.head_dim, p.head_dim, scores + t,
+                                    kFewRowsKeyTile);
+  }
+  for (; t < tile.count; ++t) {
+    dot_block<type, rows, 1>(queries, d.key_width, tile.keys, tile.first_key + t * p.head_dim,
+                             p.head_dim, scores + t, kFewRowsKeyTile);
+  }
+}
+
+template <DataType type, int rows>
+void mix_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
+              const float* weights, float* accumulator, const float* alpha, bool calls_keys) {
+  const char* next = static_cast<const char*>(tile.keys) +
+                     (tile.first_key + tile.count * p.head_dim) * bytes_of(type);
+  std::int64_t ahead = calls_keys ? p.head_dim * bytes_of(type) : 0;
+  std::int64_t i = 0;
+  const auto mix = [&](const auto& block, std::int64_t part) {
+    block(weights, kFewRowsKeyTile, tile.values, tile.first_value + i, p.value_head_dim, part,
+          tile.count, accumulator + i, d.value_width, alpha, next, ahead);
+    ahead = 0;
+  };
+  for (; i + 4 * kLanes <= p.value_head_dim; i += 4 * kLanes)
+    mix(mix_block<type, rows, 4, false>, 0);
+  for (; i + kLanes <= p.value_head_dim; i += kLanes) mix(mix_block<type, rows, 1, false>, 0);
+  if (i < p.value_head_dim) mix(mix_block<type, rows, 1, true>, p.value_head_dim - i);
+}
+
+}  // namespace
+}  // namespace kvconv

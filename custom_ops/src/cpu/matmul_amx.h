@@ -1,0 +1,102 @@
+// Tiles of the matrix product on AMX: 16 rows of activations by a vector of rows of the weights.
+//
+// The processor's own tiles sum a piece's products exactly, as multiply_bytes does, and the scaling
+// is the same, so both give the same bits. Weights are signed here: unpack_bytes subtracts the
+// middle. Included by matmul.cc only, after matmul_tile.h; internal linkage throughout.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "matmul_tile.h"
+
+namespace kvconv {
+namespace {
+
+constexpr int kAmxRows = 16;
+
+// Tile 0: activations, [16, 32] bytes. Tile 1: weights, [8, 16] words. Tiles 2 and 3: sums, [16,
+// 16].
+void configure_tiles() {
+  struct alignas(64) {
+    std::uint8_t palette = 1;
+    std::uint8_t start_row = 0;
+    std::uint8_t reserved[14] = {};
+    std::uint16_t row_bytes[16] = {32, 64, 64, 64};
+    std::uint8_t rows[16] = {16, 8, 16, 16};
+  } config;
+  _tile_loadconfig(&config);
+}
+
+// The tile whose first row is `first` and whose weights are half `half` of the panel. `first` is a
+// multiple of 16; rows beyond the last hold anything.
+template <bool has_zeros>
+void multiply_amx(const Pieces& pieces, const Activations& a, std::int64_t first,
+                  const Panel& panel, std::int64_t half, Vec* sums) {
+  alignas(64) std::int32_t products[2][kAmxRows][kLanes];
+  const std::int64_t count = pieces.count;
+  const std::int8_t* bytes = a.bytes + first * count * 32;
+  const std::uint8_t* words = panel.words + half * kVectorBytes;
+  const auto start = [&](std::int64_t i) {
+    _tile_loadd(0, bytes + i * 32, count * 32);
+    _tile_loadd(1, words + i * 8 * 2 * kVectorBytes, 2 * kVectorBytes);
+    if (i % 2 == 0) {
+      _tile_zero(2);
+      _tile_dpbssd(2, 0, 1);
+      _tile_stored(2, products[0], 4 * kLanes);
+    } else {
+      _tile_zero(3);
+      _tile_dpbssd(3, 0, 1);
+      _tile_stored(3, products[1], 4 * kLanes);
+    }
+  };
+  Vec totals[kAmxRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kAmxRows; ++r) totals[r] = set(0.0F);
+  const float* scales = a.scales + first * count;
+  start(0);
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (i + 1 < count) start(i + 1);
+    const Vec weight_scales = load(panel.scales + i * kPanelRows + half * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kAmxRows; ++r) {
+      const Vec value = _mm512_cvtepi32_ps(_mm512_load_si512(products[i % 2][r]));
+      totals[r] = fma(mul(value, weight_scales), set(scales[r * count + i]), totals[r]);
+    }
+    if constexpr (has_zeros) {
+      const Vec zeros = load(panel.zeros + i * kPanelRows + half * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kAmxRows; ++r) {
+        totals[r] = fma(zeros, set(a.sums[(first + r) * count + i]), totals[r]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kAmxRows; ++r) sums[r] = totals[r];
+}
+
+// Multiplies rows [first, end) with the panel, whose first row is `column`, and writes the result.
+void multiply_and_write_amx(const MatMulParams& p, const Pieces& pieces, const Activations& a,
+                            std::int64_t first, std::int64_t end, std::int64_t column,
+                            const Panel& panel) {
+  configure_tiles();
+  for (std::int64_t row = first; row < end; row += kAmxRows) {
+    Vec halves[2][kAmxRows];
+    for (std::int64_t half = 0; half < 2; ++half) {
+      if (p.weights.zero_points != nullptr) {
+        multiply_amx<true>(pieces, a, row, panel, half, halves[half]);
+      } else {
+        multiply_amx<false>(pieces, a, row, panel, half, halves[half]);
+      }
+    }
+    for (std::int64_t r = 0; r < min_of(kAmxRows, end - row); ++r) {
+      const Vec sums[2] = {halves[0][r], halves[1][r]};
+      write_row(p, row + r, column, sums);
+    }
+  }
+  _tile_release();
+}
+
+}  // namespace
+}  // namespace kvconv

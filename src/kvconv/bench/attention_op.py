@@ -1,0 +1,337 @@
+"""The attention op alone, against ONNX Runtime's GroupQueryAttention and what the machine allows.
+
+Both ops get the same tensors: rotary embedding inside the node, a shared cache of float32 that is
+written in place, and for kvconv the all-ones mask that finished models carry. A decode is a chain
+of nodes, each with a cache of its own, together larger than the processor's caches where the
+context is long, so that keys and values come from memory as they do in a model. A prefill is one
+node. All contenders and the roofs take turns; the best of their rounds counts.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconv import custom_ops, names
+from kvconv.bench.roofs import MemoryRoof, OnnxRuntimeMatMul, TorchMatMul
+from kvconv.errors import KvconvError, MissingDependencyError
+
+Phase = Literal["decode", "prefill"]
+Variant = Literal["plain", "softcap", "head_sink"]
+
+_DECODE_BYTES = 512 * 2**20
+_MAX_NODES = 60
+_SOFTCAP = 30.0
+_TOLERANCE = 2e-3
+_SETTLE_S = 0.03
+"""Before each timing: the threads of the session before may still spin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of an attention: query heads, key/value heads, and the width of each."""
+
+    num_heads: int
+    kv_num_heads: int
+    head_dim: int
+
+
+SHAPES = (Heads(9, 3, 64), Heads(32, 8, 64), Heads(32, 8, 128))
+"""SmolLM2-135M's heads, and those of most models of 1 to 8 billion parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        what: `decode` (one new token behind context - 1) or `prefill` (context new tokens).
+        context: Slots that the newest token attends to.
+        heads: Sizes.
+        variant: What the node has beside rotary embedding.
+        batch: Rows.
+    """
+
+    what: Phase
+    context: int
+    heads: Heads
+    variant: Variant = "plain"
+    batch: int = 1
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a run, per row."""
+        return 1 if self.what == "decode" else self.context
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values that a run attends to."""
+        per_slot = 2 * self.heads.kv_num_heads * self.heads.head_dim * 4
+        return self.batch * self.context * per_slot
+
+    @property
+    def flops(self) -> int:
+        """Operations of both products, masked pairs left out."""
+        new, past = self.new_tokens, self.context - self.new_tokens
+        pairs = new * past + new * (new + 1) // 2
+        return 4 * self.batch * self.heads.num_heads * self.heads.head_dim * pairs
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the chain."""
+        if self.what == "prefill":
+            return 1
+        return min(_MAX_NODES, math.ceil(_DECODE_BYTES / self.cache_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPoint:
+    """One case's result, per node.
+
+    Attributes:
+        case: What was measured.
+        seconds: kvconv's best.
+        gqa_seconds: GroupQueryAttention's best.
+        rate: kvconv's bytes of the cache per second (decode) or operations per second (prefill).
+        roofs: The same unit, by name: `read` and `copy`, or `sgemm onnxruntime` and `sgemm torch`
+            (where PyTorch is installed).
+    """
+
+    case: Case
+    seconds: float
+    gqa_seconds: float
+    rate: float
+    roofs: dict[str, float]
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as GroupQueryAttention."""
+        return self.gqa_seconds / self.seconds
+
+    @property
+    def percent_of_roofs(self) -> dict[str, float]:
+        """Percent of each roof that `rate` reaches."""
+        return {name: 100 * self.rate / roof for name, roof in self.roofs.items()}
+
+
+def cases(
+    *,
+    decode: Sequence[int] = (128, 2048, 6000),
+    prefill: Sequence[int] = (128, 512, 2048, 6000),
+    shapes: Sequence[Heads] = SHAPES,
+    variants: Sequence[Variant] = ("plain", "softcap", "head_sink"),
+) -> list[Case]:
+    """Return every combination, at batch size 1."""
+    phases: list[tuple[Phase, int]] = [("decode", n) for n in decode]
+    phases += [("prefill", n) for n in prefill]
+    return [
+        Case(what, context, heads, variant)
+        for heads, (what, context), variant in itertools.product(shapes, phases, variants)
+    ]
+
+
+def measure_attention(
+    chosen: Sequence[Case], *, threads: int, repeats: int
+) -> Iterator[AttentionPoint]:
+    """Measure one case after the other.
+
+    Args:
+        chosen: See `cases`.
+        threads: Threads of every contender, >= 1.
+        repeats: Rounds, >= 1, in each of which everything runs once.
+
+    Yields:
+        One point a case, as soon as it is done.
+
+    Raises:
+        MissingDependencyError: The onnx package is not installed.
+        LibraryError: The op library is absent.
+        KvconvError: The two ops disagree by more than rounding.
+    """
+    try:
+        import onnx  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(package="onnx", extra="export") from error
+    memory = MemoryRoof(threads)
+    roofs: dict[Phase, dict[str, Callable[[], float]]] = {
+        "decode": {"read": memory.read, "copy": memory.copy},
+        "prefill": {"sgemm onnxruntime": OnnxRuntimeMatMul(threads).run},
+    }
+    try:
+        roofs["prefill"]["sgemm torch"] = TorchMatMul(threads).run
+    except ModuleNotFoundError:
+        pass  # a roof less; nothing else needs PyTorch
+    for case in chosen:
+        yield _measure(case, roofs[case.what], threads, repeats)
+
+
+def _measure(
+    case: Case, roofs: dict[str, Callable[[], float]], threads: int, repeats: int
+) -> AttentionPoint:
+    tensors = _Tensors(case)
+    contenders = [
+        _Contender(case, tensors, op, threads)
+        for op in (names.OP_NAME, names.GROUP_QUERY_ATTENTION)
+    ]
+    outputs = [contender.run().copy() for contender in contenders]
+    difference = float(np.abs(outputs[0] - outputs[1]).max())
+    if not difference <= _TOLERANCE:
+        raise KvconvError(
+            f"{names.OP_NAME} and {names.GROUP_QUERY_ATTENTION} differ by {difference:.2g} where "
+            f"{_TOLERANCE:.2g} is allowed ({case}). Check the versions of kvconv and onnxruntime."
+        )
+    seconds: list[list[float]] = [[] for _ in contenders]
+    rates: dict[str, list[float]] = {name: [] for name in roofs}
+    for _ in range(repeats):
+        for contender, times in zip(contenders, seconds, strict=True):
+            time.sleep(_SETTLE_S)
+            contender.run()  # awake, and in the caches what stays there between runs
+            started = time.perf_counter()
+            contender.run()
+            times.append((time.perf_counter() - started) / case.num_nodes)
+        for name, roof in roofs.items():
+            time.sleep(_SETTLE_S)
+            rates[name].append(roof())
+    best, gqa_best = (min(times) for times in seconds)
+    work = case.cache_bytes if case.what == "decode" else case.flops
+    return AttentionPoint(
+        case, best, gqa_best, work / best, {name: max(values) for name, values in rates.items()}
+    )
+
+
+class _Tensors:
+    """What both ops read and write; caches are shared, for both write the same into them."""
+
+    def __init__(self, case: Case) -> None:
+        import onnxruntime
+
+        rng = np.random.default_rng(0)
+        heads, new = case.heads, case.new_tokens
+
+        def normal(*shape: int) -> npt.NDArray[np.float32]:
+            return rng.standard_normal(shape, np.float32)
+
+        tokens = (case.batch, new)
+        angles = np.outer(
+            np.arange(case.context), 10000.0 ** -np.linspace(0, 1, heads.head_dim // 2)
+        )
+        cos, sin = (np.asarray(f(angles), np.float32) for f in (np.cos, np.sin))
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "query": normal(*tokens, heads.num_heads * heads.head_dim),
+            "key": normal(*tokens, heads.kv_num_heads * heads.head_dim),
+            "value": normal(*tokens, heads.kv_num_heads * heads.head_dim),
+            "attention_mask": np.ones((case.batch, case.context), np.int64),
+            "cos": cos[None, -new:],
+            "sin": sin[None, -new:],
+            "cos_cache": cos,
+            "sin_cache": sin,
+            "seqlens_k": np.full(case.batch, case.context - 1, np.int32),
+            "total_sequence_length": np.array(case.context, np.int32),
+        }
+        if case.variant == "head_sink":
+            arrays["head_sink"] = normal(heads.num_heads)
+        self._arrays = arrays  # OrtValues borrow their memory
+        make = onnxruntime.OrtValue.ortvalue_from_numpy
+        self.values = {name: make(np.ascontiguousarray(a)) for name, a in arrays.items()}
+        shape = (case.batch, heads.kv_num_heads, case.context, heads.head_dim)
+        self.caches = [(make(normal(*shape)), make(normal(*shape))) for _ in range(case.num_nodes)]
+
+
+class _Contender:
+    """A session of one op over the tensors, bound once."""
+
+    def __init__(self, case: Case, tensors: _Tensors, op: str, threads: int) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        custom_ops.register(options)
+        model = _model(case, op, sorted(tensors.values))
+        self._session = onnxruntime.InferenceSession(
+            model, options, providers=["CPUExecutionProvider"]
+        )
+        self._tensors = tensors
+        self._binding = self._session.io_binding()
+        for graph_input in self._session.get_inputs():
+            if graph_input.name in tensors.values:
+                self._binding.bind_ortvalue_input(
+                    graph_input.name, tensors.values[graph_input.name]
+                )
+        for i, (key, value) in enumerate(tensors.caches):
+            self._binding.bind_ortvalue_input(names.past_key(i), key)
+            self._binding.bind_ortvalue_input(names.past_value(i), value)
+            self._binding.bind_ortvalue_output(names.present_key(i), key)
+            self._binding.bind_ortvalue_output(names.present_value(i), value)
+        shape = (case.batch, case.new_tokens, case.heads.num_heads * case.heads.head_dim)
+        self._output = np.empty(shape, np.float32)
+        self._output_value = onnxruntime.OrtValue.ortvalue_from_numpy(self._output)
+        self._binding.bind_ortvalue_output("output", self._output_value)
+
+    def run(self) -> npt.NDArray[np.float32]:
+        """Run every node once; return the last one's output, which the next run overwrites."""
+        self._session.run_with_iobinding(self._binding)
+        return self._output
+
+
+_GQA_INPUTS = (
+    "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
+    "cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink",
+)  # fmt: skip
+
+
+def _model(case: Case, op: str, available: Sequence[str]) -> bytes:
+    """Build the chain of nodes; the output of each is the query of the next."""
+    from onnx import TensorProto, helper
+
+    is_gqa = op == names.GROUP_QUERY_ATTENTION
+    domain = names.ORT_DOMAIN if is_gqa else names.OP_DOMAIN
+    attributes: dict[str, Any] = {
+        "num_heads": case.heads.num_heads,
+        "kv_num_heads": case.heads.kv_num_heads,
+    }
+    if is_gqa:
+        attributes["do_rotary"] = 1
+    if case.variant == "softcap":
+        attributes["softcap"] = _SOFTCAP
+    nodes, inputs, outputs = [], [], []
+    operands = _GQA_INPUTS if is_gqa else names.FLASH_ATTENTION_INPUTS
+    used = [name for name in operands if name in available]
+    types = {
+        "attention_mask": TensorProto.INT64,
+        "seqlens_k": TensorProto.INT32,
+        "total_sequence_length": TensorProto.INT32,
+    }
+    ranks = {"cos_cache": 2, "sin_cache": 2, "attention_mask": 2, "total_sequence_length": 0}
+    ranks |= {"seqlens_k": 1, "head_sink": 1}
+    for name in used:
+        shape = [None] * ranks.get(name, 3)
+        kind = types.get(name, TensorProto.FLOAT)
+        inputs.append(helper.make_tensor_value_info(name, kind, shape))
+    for i in range(case.num_nodes):
+        caches = {"past_key": names.past_key(i), "past_value": names.past_value(i)}
+        presents = [names.present_key(i), names.present_value(i)]
+        query = {} if i == 0 else {"query": f"output.{i - 1}"}
+        output = "output" if i == case.num_nodes - 1 else f"output.{i}"
+        given = {name: name for name in used} | caches | query
+        nodes.append(
+            helper.make_node(
+                op, [given.get(name, "") for name in operands], [output, *presents],
+                domain=domain, **attributes,
+            )
+        )  # fmt: skip
+        for name in caches.values():
+            inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4))
+        for name in presents:
+            outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4))
+    outputs.append(helper.make_tensor_value_info("output", TensorProto.FLOAT, [None] * 3))
+    graph = helper.make_graph(nodes, "attention", inputs, outputs)
+    opsets = [helper.make_opsetid(d, 1) for d in (names.ORT_DOMAIN, names.OP_DOMAIN)]
+    opsets.append(helper.make_opsetid("", 21))
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    serialized: bytes = model.SerializeToString()
+    return serialized
