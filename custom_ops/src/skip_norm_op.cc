@@ -23,6 +23,9 @@ void compute(const SkipNormNode& node, ort::KernelContext* context) {
   const Tensor input = read_input(node.api, context, 0);
   const Tensor skip = read_input(node.api, context, 1);
   const Tensor weight = read_input(node.api, context, 2);
+  require_type(input, "input", ort::kFloat32);
+  require_type(skip, "skip", ort::kFloat32);
+  require_type(weight, "weight", ort::kFloat32);
   if (input.shape.empty() || skip.shape != input.shape) {
     refuse(text("input has shape ", shape_text(input.shape), " and skip ", shape_text(skip.shape),
                 "; both must be [.., width]."));
