@@ -14,6 +14,8 @@ from kvconv.manifest import (
 )
 
 DEFAULT_OPSET = 23
+DEFAULT_BLOCK_SIZE: dict[QuantizedDtype, int] = {"int8": 16, "int4": 32}
+"""Of int8, what matters is the error of the activations, which are rounded in the same blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class ExportOptions:
             other types are converted.
         weights: Type of linear weights; None is `dtype`.
         block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256. None is
-            32, and 16 for int4 weights that lose too much.
+            16 for int8; for int4 32, and 16 for weights that lose too much.
         pure: Whether every weight of an int4 bundle has 4 bits; otherwise sensitive ones that lose
             too much have 8.
         symmetric: Whether quantised weights do without zero points; None is what measures best,
@@ -87,7 +89,7 @@ class ExportOptions:
                 "bring them nothing. Leave it out, or take --weights int4."
             )
         return Quantization(
-            block_size=self.block_size or 32,
+            block_size=self.block_size or DEFAULT_BLOCK_SIZE[self.weights],
             symmetric=self.weights == "int8" or bool(self.symmetric),
             accuracy_level=self.accuracy_level,
             method="least squares",

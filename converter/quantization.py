@@ -26,7 +26,7 @@ from onnx_ir.passes import common
 from kvconv import names
 from kvconv.converter.linear_weight import LinearWeight
 from kvconv.converter.nbits import Form, NBitsWeight, gather, matmul
-from kvconv.converter.options import ExportOptions, WeightsReport
+from kvconv.converter.options import DEFAULT_BLOCK_SIZE, ExportOptions, WeightsReport
 from kvconv.converter.weights import INLINE_BYTES
 from kvconv.errors import ExportError
 
@@ -284,7 +284,7 @@ def _nbits_weight(
             own_ops=own_ops,
         )
 
-    block_size = options.block_size or 32
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE[options.weights or "int4"]
     if options.weights == "int8":
         return made(8, block_size)
     chosen = made(4, block_size)

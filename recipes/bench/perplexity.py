@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,38 +64,44 @@ class Bundle:
 
 
 class GenaiModel:
-    """A model of onnxruntime-genai's builder, with a cache that grows."""
+    """A model of onnxruntime-genai's builder, with past and present in one buffer, as it runs."""
 
-    def __init__(self, folder: Path, threads: int | None) -> None:
+    def __init__(self, folder: Path, context: int, threads: int | None) -> None:
         self.name = f"{folder.parent.name}/{folder.name}"
         self.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
         self.session = onnxruntime.InferenceSession(folder / "model.onnx", options)
-        self.decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
-        self.inputs = {value.name: value for value in self.session.get_inputs()}
-        self.outputs = [value.name for value in self.session.get_outputs()]
-        self.past: dict[str, Any] = {}
+        decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
+        shape = (1, decoder["num_key_value_heads"], context, decoder["head_size"])
+        names = [value.name for value in self.session.get_inputs()]
+        self.takes_positions = "position_ids" in names
+        self.buffers = {
+            name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+            for name in names
+            if name.startswith("past_key_values")
+        }
         self.length = 0
 
     def start(self) -> None:
         """See `Model`."""
         self.length = 0
-        shape = (1, self.decoder["num_key_value_heads"], 0, self.decoder["head_size"])
-        names = (name for name in self.inputs if name.startswith("past_key_values"))
-        self.past = {name: np.zeros(shape, np.float32) for name in names}
 
     def logits(self, chunk: npt.NDArray[np.int64]) -> Logits:
         """See `Model`."""
         start, self.length = self.length, self.length + len(chunk)
-        feeds = {"input_ids": chunk[None], "attention_mask": np.ones((1, self.length), np.int64)}
-        if "position_ids" in self.inputs:
-            feeds["position_ids"] = np.arange(start, self.length)[None]
-        results = dict(zip(self.outputs, self.session.run(None, feeds | self.past), strict=True))
-        self.past = {
-            name: results[name.replace("past_key_values", "present")] for name in self.past
-        }
-        return results["logits"][0]
+        binding = self.session.io_binding()
+        binding.bind_output("logits")
+        binding.bind_cpu_input("input_ids", chunk[None])
+        binding.bind_cpu_input("attention_mask", np.ones((1, self.length), np.int64))
+        if self.takes_positions:
+            binding.bind_cpu_input("position_ids", np.arange(start, self.length)[None])
+        for name, buffer in self.buffers.items():
+            binding.bind_ortvalue_input(name, buffer)
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), buffer)
+        self.session.run_with_iobinding(binding)
+        found: Logits = binding.get_outputs()[0].numpy()[0]
+        return found
 
 
 @dataclass
@@ -165,7 +171,7 @@ def main() -> None:
     text = (ROOT / "models/edgeworth-parents.txt").read_text()
     bundles = [Bundle(path, arguments.context, arguments.threads) for path in arguments.bundles]
     models: list[Model] = [*bundles]
-    models += [GenaiModel(path, arguments.threads) for path in arguments.genai]
+    models += [GenaiModel(path, arguments.context, arguments.threads) for path in arguments.genai]
     windows = cut(bundles[0].generator, text, arguments.context, arguments.windows)
     sums = measure(models, windows)
     base = sums[models[0].name]

@@ -25,6 +25,7 @@ from kvconv.names import (
     MODEL_FILE,
     NUM_LOGITS_TO_KEEP,
     POSITION_IDS,
+    WEIGHTS_FILE,
     past_key,
     past_value,
     present_key,
@@ -58,12 +59,14 @@ def export(tmp_path_factory):
     """Return a function that exports one model in one flavour, once a session."""
     folder, done = tmp_path_factory.mktemp("bundles"), {}
 
-    def run(name: str, attention: str = "flash") -> Path:
-        bundle = folder / f"{name} {attention}"
+    def run(name: str, attention: str = "flash", weights: str = "") -> Path:
+        bundle = folder / f"{name} {attention} {weights}".strip()
         if bundle not in done:
             arguments = ["export", str(MODELS[name]), "-o", str(bundle)]
             if attention != "flash":
                 arguments += ["--attention", attention, "--no-verify"]
+            if weights:
+                arguments += ["--weights", weights]
             command = [sys.executable, "-c", "from kvconv.cli import main; main()"]
             subprocess.run(
                 [*command, *arguments, "--json"], check=True, env=os.environ, stdout=sys.stderr
@@ -207,6 +210,35 @@ def test_gqa_gives_the_tokens_of_flash(export, tmp_path):
         events = generator.generate([prompt], SamplingParams(max_new_tokens=16))
         tokens.append([event.token_id for event in events])
     assert tokens[0] == tokens[1]
+
+
+def test_int4_answers_and_its_weights_are_mapped_once(export):
+    """One run touches every weight; the embedding is read twice and must be there once."""
+    bundle = export("smollm2", weights="int4")
+    manifest = read_manifest(bundle)
+    assert manifest.verification.status == "passed"
+    assert manifest.quantization.stored_bytes.keys() == {
+        "4 bits, blocks of 32",  # the layers, which the file has in such blocks
+        "8 bits, blocks of 32",  # the embedding, which it has in 8 bits
+    }
+    code = f"""
+from kvconv.runtime import Bundle, Session
+def kilobytes():
+    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(fields["RssAnon"].split()[0]), int(fields["RssFile"].split()[0])
+before = kilobytes()
+session = Session(Bundle.open({str(bundle)!r}), threads=1)
+session.run(session.new_cache(1, 16), [[5]])
+print(*(after - start for after, start in zip(kilobytes(), before)))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    anonymous, mapped = (1024 * int(number) for number in result.stdout.split())
+    weights = manifest.files[WEIGHTS_FILE].size
+    assert weights < 1e8
+    assert mapped < weights + 20e6  # ONNX Runtime's and our libraries are files as well
+    assert anonymous < 25e6
 
 
 def test_num_logits_to_keep_is_overridable(real):

@@ -43,10 +43,10 @@ _PER_SPREAD = {
     # Weights as they were before they were rounded: another model, close by. A wrong rotation or
     # window is farther off.
     "int8": (1.0, 0.5, 0.004),
-    "int4": (3.0, 3.0, 0.12),
+    "int4": (5.0, 5.0, 0.12),
     # The same weights with activations that become 8-bit integers, or these in other pieces: a
     # difference in the last bit of a float is one step of such an integer, now and then.
-    "rounded activations": (0.7, 0.3, 0.0012),
+    "rounded activations": (1.5, 0.5, 0.002),
 }
 """What is compared -> Limits of logits with standard deviation 1."""
 
