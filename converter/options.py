@@ -59,9 +59,30 @@ class ExportOptions:
     overwrite: bool = False
 
     def quantization(self) -> Quantization | None:
-        """Return how linear weights are quantised; None if they are not."""
+        """Return how linear weights are quantised; None if they are not.
+
+        Raises:
+            ExportError: An option says how to quantise what is not quantised so.
+        """
+        given = {
+            f"--block-size {self.block_size}": self.block_size is not None,
+            "--pure": self.pure,
+            "--symmetric": self.symmetric is True,
+            "--asymmetric": self.symmetric is False,
+            f"--accuracy-level {self.accuracy_level}": self.accuracy_level != 4,
+        }
         if self.weights is None:
+            if wanted := [option for option, is_given in given.items() if is_given]:
+                raise ExportError(
+                    f"{', '.join(wanted)} was asked for, but the weights stay {self.dtype}: that "
+                    f"is for quantised ones. Add --weights int4 or int8, or leave it out."
+                )
             return None
+        if self.weights == "int8" and self.pure:
+            raise ExportError(
+                "--pure was asked for, but it gives int4 weights 4 bits, and int8 ones all have 8. "
+                "Leave it out, or take --weights int4."
+            )
         if self.weights == "int8" and self.symmetric is False:
             raise ExportError(
                 "--asymmetric was asked for, but int8 weights are symmetric: zero points would "

@@ -138,7 +138,8 @@ class Session:
             raise MemoryError(
                 f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "
                 f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
-                f"batch or max_sequence_length (--batch-size, --max-sequence-length) takes less"
+                f"batch or fewer tokens take less (--batch-size and --max-sequence-length; of "
+                f"bench --batch and --depths)"
             )
 
     def run(

@@ -118,6 +118,18 @@ def test_wrong_types_are_named(bundle, change, reason):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize(
+    ("weights_dtype", "quantization", "how"),
+    [("int4", None, "lacks"), ("float16", Quantization(32, True, 4, "x"), "has")],
+)
+def test_how_weights_are_quantised_must_suit_their_type(bundle, weights_dtype, quantization, how):
+    folder, manifest = bundle
+    changes = {"weights_dtype": weights_dtype, "quantization": quantization}
+    dataclasses.replace(manifest, **changes).write(folder)
+    with pytest.raises(BundleError, match=f"{weights_dtype}, and it {how} quantization"):
+        read_manifest(folder)
+
+
 def _write_signed(folder, document):
     """Write a wrong manifest with a right checksum, as a foreign tool could."""
     text = json.dumps(document | {"manifest_sha256": "0" * 64})

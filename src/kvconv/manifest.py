@@ -277,6 +277,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = from_json(Manifest, document, "manifest")
     except (TypeError, ValueError) as error:
         raise _damaged(str(error)) from error
+    if (manifest.quantization is None) != (manifest.weights_dtype in get_args(ActivationDtype)):
+        how = "lacks" if manifest.quantization is None else "has"
+        raise _damaged(f"its weights_dtype is {manifest.weights_dtype}, and it {how} quantization")
     for name in manifest.files:
         # A bundle is flat; anything else could reach outside the folder.
         if name in ("", ".", "..") or any(character in name for character in "/\\:"):

@@ -28,8 +28,21 @@ def test_chart_is_an_image_of_all_bundles(tmp_path):
         assert label in drawn or label.strip("><") in drawn
 
 
-@pytest.mark.parametrize("name", ["speed", "speed.xyz", "absent/speed.png"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_check_changes_no_file(tmp_path, is_there):
+    chart = tmp_path / "speed.PNG"
+    if is_there:
+        chart.write_text("old")
+    check_chart(chart)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * is_there
+
+
+@pytest.mark.parametrize(
+    "name", ["speed", "speed.xyz", "speed.pgf", "absent/speed.png", "folder.png"]
+)
 def test_chart_that_cannot_be_written_is_refused(tmp_path, name):
+    (tmp_path / "folder.png").mkdir()
     with pytest.raises(OutputExistsError, match="choose") as caught:
         check_chart(tmp_path / name)
     assert caught.value.path == str(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]

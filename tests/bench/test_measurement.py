@@ -79,10 +79,14 @@ def test_depth_beyond_the_model_is_refused_with_both_numbers(tmp_path, fits):
     assert caught.value.capacity == MAX_SEQUENCE_LENGTH
 
 
-def test_warm_up_fits_a_model_of_few_tokens():
-    measurement = scripted(max_sequence_length=9)
+@pytest.mark.parametrize(
+    ("tokens", "lengths"),
+    [(9, [4, 1, 1, 1, 1]), (6, [1, 1, 1, 1, 1]), (5, [1, 1, 1, 1]), (3, [1, 1])],
+)
+def test_warm_up_fits_a_model_of_few_tokens(tokens, lengths):
+    measurement = scripted(max_sequence_length=tokens)
     measurement.warm_up(1)
-    assert measurement.generator.session.run_lengths == [4, 1, 1, 1, 1]
+    assert measurement.generator.session.run_lengths == lengths
 
 
 def test_load_is_unknown_without_proc(monkeypatch, tmp_path):

@@ -1,7 +1,10 @@
 """`kvconv bench` on tiny bundles, in process: what it prints and refuses, never how fast."""
 
+import dataclasses
 import functools
 import json
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +12,7 @@ from click.testing import CliRunner
 
 from kvconv.bench import roofs
 from kvconv.cli import main
+from kvconv.manifest import read_manifest
 from tiny_bundle import MAX_SEQUENCE_LENGTH, write_bundle
 
 QUICK = ("--depths", "12,4", "--gen", "3", "--repeats", "2", "--threads", "1")
@@ -149,6 +153,29 @@ def test_depth_beyond_the_model_is_refused_before_anything_runs(bundle):
     result = bench(bundle, "--depths", f"4,{MAX_SEQUENCE_LENGTH}", "--threads", "1")
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"at most {MAX_SEQUENCE_LENGTH}" in result.stderr
+    assert "Choose fewer tokens with --gen." in result.stderr
+
+
+def test_batch_beyond_the_memory_is_refused_with_benchs_own_options(bundle):
+    result = bench(bundle, *QUICK, "--batch", "1000000000000")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "--batch and --depths" in result.stderr
+
+
+def test_model_of_three_tokens_is_measured(bundle, tmp_path):
+    small = shutil.copytree(bundle, tmp_path / "small")
+    manifest = dataclasses.replace(read_manifest(small), max_sequence_length=3)
+    manifest.write(small)
+    lines = lines_of(str(small), "--depths", "1", "--gen", "1", "--threads", "1")
+    assert [line["what"] for line in lines] == ["prefill", "decode"]
+
+
+def test_closed_stdout_is_refused_before_anything_runs(bundle):
+    command = [sys.executable, "-c", "from kvconv.cli import main; main()", "bench", bundle]
+    script = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    result = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "Standard output is closed" in result.stderr
 
 
 def test_unknown_bundle_is_an_error(tmp_path):
@@ -177,7 +204,14 @@ def test_op_is_measured_without_a_bundle_against_its_roofs():
     assert "32/8 x 128  plain" in table
 
 
-@pytest.mark.parametrize("options", [(), ("--op", "--profile"), ("--op", "--against", "x")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (), ("--op", "--profile"), ("--op", "--against", "x"), ("--op", "--batch", "1"),
+        ("--op", "--gen", "64"), ("--op", "--prefill-chunk", "512"), ("--op", "--plot", "x.png"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
 def test_neither_bundle_nor_op_or_what_needs_a_bundle_is_a_usage_error(options):
     assert bench(*options).exit_code == 2
 

@@ -86,6 +86,17 @@ def test_weights_in_a_file_that_the_manifest_does_not_list_are_refused(bundle):
     assert "elsewhere.bin, which kvconv.json does not list" in result.stderr
 
 
+def test_graph_that_is_no_onnx_file_is_one_line(bundle):
+    (bundle / "model.onnx").write_bytes(b"garbage")
+    manifest = read_manifest(bundle)
+    files = {**manifest.files, "model.onnx": file_entry(bundle / "model.onnx")}
+    dataclasses.replace(manifest, files=files).write(bundle)
+    result = inspect(bundle)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: model.onnx in ")
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a\\b", "c:x", "..", ""])
 def test_file_names_that_leave_the_folder_are_refused(bundle, name):
 

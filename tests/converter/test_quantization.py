@@ -275,6 +275,22 @@ def test_asymmetric_int8_is_refused():
         ExportOptions(weights="int8", symmetric=False).quantization()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 64}, "--block-size 64 .* stay float32"),
+        ({"pure": True, "dtype": "float16"}, "--pure .* stay float16"),
+        ({"symmetric": True}, "--symmetric"),
+        ({"symmetric": False}, "--asymmetric"),
+        ({"accuracy_level": 1, "pure": True}, "--pure, --accuracy-level 1"),
+        ({"pure": True, "weights": "int8"}, "--pure .* int8 ones all have 8"),
+    ],
+)
+def test_an_option_for_other_weights_is_refused(options, words):
+    with pytest.raises(ExportError, match=words):
+        ExportOptions(**options).quantization()
+
+
 def test_rounding_pytorchs_memory_gives_what_is_stored(tmp_path):
     """The reference of verification: the float graph over rounded weights equals the bits."""
     values = {"w": weight(WIDTH, 64)}

@@ -12,24 +12,29 @@ def check_chart(path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        OutputExistsError: The folder does not exist, or the name's ending is no image format.
+        OutputExistsError: The file cannot be opened, or its name's ending is no image format.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    ending = path.suffix.removeprefix(".")
+    endings = sorted(FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # needs LaTeX
+    ending = path.suffix.removeprefix(".").lower()
     if ending not in endings:
         raise OutputExistsError(
             f"The chart {path} ends in {path.suffix or 'nothing'}, which is no image format; "
             f"choose one of .{', .'.join(endings)}.",
             path=str(path),
         )
-    if not path.parent.is_dir():
+    is_there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
         raise OutputExistsError(
-            f"The chart {path} cannot be written: there is no folder {path.parent}. Make it, or "
-            f"choose another place.",
+            f"The chart {path} cannot be written: {error.strerror}. Make its folder, or choose "
+            f"another place.",
             path=str(path),
-        )
+        ) from error
+    if not is_there:
+        path.unlink()
 
 
 def draw_chart(points: Mapping[str, Sequence[Point]], path: Path) -> None:

@@ -78,10 +78,12 @@ class Measurement:
         for context in contexts:
             needed = context + gen + 1
             if needed > limit:
+                deepest = limit - gen - 1
+                remedy = f"--depths of at most {deepest}, or " if deepest > 0 else ""
                 raise CacheFullError(
                     f"A depth of {context} tokens, the first new one and {gen} more take {needed} "
-                    f"cache slots, and this bundle holds at most {limit}. Choose --depths of at "
-                    f"most {max(limit - gen - 1, 0)}, or fewer tokens with --gen.",
+                    f"cache slots, and this bundle holds at most {limit}. Choose {remedy}fewer "
+                    f"tokens with --gen.",
                     needed=needed,
                     capacity=limit,
                 )
@@ -109,8 +111,9 @@ class Measurement:
 
     def warm_up(self, batch: int) -> None:
         """Run a little of both phases, untimed: threads start, memory arenas grow."""
-        context = min(_WARM_UP_TOKENS, self.generator.max_sequence_length - _WARM_UP_STEPS - 1)
-        self.run(self.prompts(context, batch), _WARM_UP_STEPS)
+        limit = self.generator.max_sequence_length  # at least 3, as `check` has found
+        steps = min(_WARM_UP_STEPS, limit - 2)
+        self.run(self.prompts(min(_WARM_UP_TOKENS, limit - steps - 1), batch), steps)
 
     def run(self, prompts: npt.NDArray[np.int64], gen: int) -> Sample:
         """Run once.

@@ -1,6 +1,7 @@
 """Where a run spends its time: ONNX Runtime's own profile, by operator, for each phase apart."""
 
 import json
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 from kvconv.bench.measurement import Measurement
 from kvconv.bench.point import Phase
+from kvconv.errors import KvconvError
+from kvconv.runtime.flavour_check import takes_chunks
 from kvconv.runtime.generator import PREFILL_CHUNK_TOKENS
 
 _RUN = "model_run"
@@ -77,6 +80,7 @@ def profile(
 
     Raises:
         CacheFullError: The depth does not fit; nothing has run.
+        KvconvError: ONNX Runtime kept a part of the events only: a million of them.
     """
     with tempfile.TemporaryDirectory() as folder:
         measurement = Measurement.open(
@@ -91,7 +95,15 @@ def profile(
             measurement.run(prompts, gen)
         events = json.loads(measurement.generator.session.end_profile().read_text())
     runs = _runs(events)
-    measured = runs[len(runs) // 2 :]
+    attention = measurement.generator.session.manifest.attention
+    chunks = math.ceil(context / prefill_chunk) if takes_chunks(attention, batch) else 1
+    if len(runs) != 2 * (chunks + gen):
+        raise KvconvError(
+            f"ONNX Runtime's profile holds {len(runs)} of {2 * (chunks + gen)} runs in "
+            f"{len(events)} events; it keeps a million. Choose fewer tokens with --gen, or a "
+            f"larger --prefill-chunk."
+        )
+    measured = runs[chunks + gen :]
     prefill, decode = measured[:-gen], measured[-gen:]
     return (
         _summary("prefill", context, batch, prefill),

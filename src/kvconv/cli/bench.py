@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvconv.cli.bench_report import (
     describe,
@@ -15,7 +16,13 @@ from kvconv.cli.bench_report import (
     print_profiles,
     print_ratio,
 )
-from kvconv.cli.common import Command, needs_extra, prefill_chunk_option, print_status
+from kvconv.cli.common import (
+    Command,
+    needs_extra,
+    prefill_chunk_option,
+    print_status,
+    require_stdout,
+)
 
 
 class Depths(click.ParamType[tuple[int, ...]]):
@@ -125,9 +132,9 @@ def command(
     """  # noqa: D301 - click wants the control character that \b stands for
     if is_op != (bundle is None):
         raise click.UsageError("Give either a BUNDLE or --op.")
+    require_stdout()
     if bundle is None:
-        if against is not None or is_profiled or chart is not None:
-            raise click.UsageError("--against, --profile and --plot are for a BUNDLE.")
+        require_op_options_only()
         measure_op(depths, threads=threads, repeats=repeats, as_json=as_json)
         return
     with needs_extra("cpu"):
@@ -197,11 +204,21 @@ def command(
                 print_profiles(label, profiles, as_json=as_json)
 
 
+def require_op_options_only() -> None:
+    """Refuse options that --op would ignore."""
+    ctx = click.get_current_context()
+    taken = {"is_op", "depths", "threads", "repeats", "as_json"}
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        if is_given and param.expose_value and param.name not in taken:
+            raise click.UsageError(f"{param.opts[0]} is for a BUNDLE; --op does not take it.")
+
+
 def measure_op(
     depths: tuple[int, ...], *, threads: int | None, repeats: int, as_json: bool
 ) -> None:
     """Measure the attention op: plain with every shape of heads, its variants with the first."""
-    with needs_extra("export"):
+    with needs_extra("cpu,export"):
         from kvconv.bench.attention_op import SHAPES, cases, measure_attention
         from kvconv.bench.machine import usable_cores
     chosen = cases(decode=depths, prefill=depths, variants=("plain",))

@@ -130,6 +130,19 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, ensure_ascii=not is_utf8))
 
 
+def require_stdout() -> None:
+    """Refuse to compute what nobody would see.
+
+    Raises:
+        KvconvError: There is no stdout.
+    """
+    if sys.stdout is None:
+        raise KvconvError(
+            "Standard output is closed, so the results would be lost. Redirect it, to /dev/null "
+            "if nobody reads it."
+        )
+
+
 def print_status(message: str) -> None:
     """Write one line about progress to stderr; stdout carries results only."""
     if sys.stderr is not None:  # closed by whoever started us; print() would take stdout instead

@@ -68,7 +68,8 @@ def inspect(bundle: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the manifest's facts and the graph's operator counts as one JSON-able dict.
 
     Raises:
-        BundleError: The graph keeps weights in a file that the manifest does not list.
+        BundleError: The graph cannot be read, or keeps weights in a file that the manifest does not
+            list.
     """
     document = dataclasses.asdict(manifest)
     layers = document.pop("cache_layers")
@@ -93,7 +94,15 @@ def _read_graph(bundle: Path, manifest: Manifest) -> dict[str, int] | None:
         import onnx
     except ModuleNotFoundError:
         return None
-    graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
+    from google.protobuf.message import DecodeError  # onnx brings it
+
+    try:
+        graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
+    except DecodeError as error:
+        raise BundleError(
+            f"{MODEL_FILE} in {bundle} is no ONNX file ({error}). Export the model again.",
+            file=MODEL_FILE,
+        ) from error
     for tensor in graph.initializer:
         for entry in tensor.external_data:
             if entry.key == "location" and entry.value not in manifest.files:

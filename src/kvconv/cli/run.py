@@ -6,7 +6,13 @@ from typing import Any
 
 import click
 
-from kvconv.cli.common import Command, needs_extra, prefill_chunk_option, print_status
+from kvconv.cli.common import (
+    Command,
+    needs_extra,
+    prefill_chunk_option,
+    print_status,
+    require_stdout,
+)
 from kvconv.cli.generation import generate, print_stats
 from kvconv.cli.model_cache import (
     ModelOptions,
@@ -17,7 +23,6 @@ from kvconv.cli.model_cache import (
 from kvconv.cli.prompts import read_prompts
 from kvconv.cli.sampling_options import sampling_options, sampling_params
 from kvconv.cli.text_input import read_stdin, to_text
-from kvconv.errors import KvconvError
 from kvconv.names import CHAT_TEMPLATE_FILE
 
 _BATCH_SIZE = 8
@@ -184,10 +189,6 @@ def _prepare_stdout() -> None:
     Raises:
         KvconvError: There is no stdout.
     """
-    if sys.stdout is None:
-        raise KvconvError(
-            "Standard output is closed, so the text would be lost. Redirect it, to /dev/null if "
-            "nobody reads it."
-        )
+    require_stdout()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
