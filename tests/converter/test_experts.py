@@ -143,6 +143,7 @@ def test_unroll_stores_each_expert_once_and_cuts_it_only_while_writing(tmp_path)
     assert [node.op_type for node in model.graph] == nodes
 
 
+@pytest.mark.kinds
 def test_traced_mixtral_sorts_once_per_layer_and_stores_one_matrix_per_expert(traced):
     model, spec, path = traced("mixtral")
     graph = ir.load(path).graph
@@ -156,6 +157,7 @@ def test_traced_mixtral_sorts_once_per_layer_and_stores_one_matrix_per_expert(tr
     assert names.TRACE_EXPERTS not in nodes
 
 
+@pytest.mark.kinds
 def test_tracing_restores_the_experts_of_the_model(traced):
     model, _, _ = traced("mixtral")
     before = tiny_model("mixtral").config._experts_implementation

@@ -24,6 +24,11 @@ EXPORTS = {
     "gemma3 gqa": ("gemma3_text", {"attention": "gqa"}),
     "deepseek float16": ("deepseek_v3", {"dtype": "float16"}),
 }
+FAST = ("llama flash", "gemma2 standard 18", "gemma3 gqa")
+"""One of each flavour for the fast tests."""
+EXPORT_NAMES = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.kinds) for name in EXPORTS
+]
 OPERATORS = {
     "flash": (names.OP_DOMAIN, names.OP_NAME, names.OP_VERSION),
     "gqa": (names.ORT_DOMAIN, names.GROUP_QUERY_ATTENTION, 1),
@@ -31,7 +36,7 @@ OPERATORS = {
 """Flavour -> domain, type and domain version of its attention nodes, where they are no standard."""
 
 
-@pytest.fixture(params=EXPORTS, scope="session")
+@pytest.fixture(params=EXPORT_NAMES, scope="session")
 def report(request, exported):
     model_type, options = EXPORTS[request.param]
     return exported(model_type, **options)
@@ -106,15 +111,13 @@ def test_no_trace_of_tracing_is_left_in_the_graph(report):
         assert domains == {"": manifest.opset}
 
 
-def test_manifest_states_windows_and_dtypes(exported):
+@pytest.mark.parametrize("name", EXPORT_NAMES)
+def test_manifest_states_windows_and_dtypes(exported, name):
     def layer(dtype="float32", heads=2, width=8, window=None):
         return CacheLayer(heads, width, width, dtype, window_size=window)
 
-    layers = {
-        name: read_manifest(exported(model_type, **options).path).cache_layers
-        for name, (model_type, options) in EXPORTS.items()
-    }
-    assert layers == {
+    model_type, options = EXPORTS[name]
+    expected = {
         "llama flash": (layer(), layer()),
         "gemma3 flash": (layer(window=WINDOW), layer()),
         "gpt2 flash": (layer(heads=4), layer(heads=4)),
@@ -123,8 +126,10 @@ def test_manifest_states_windows_and_dtypes(exported):
         "gemma3 gqa": (layer(window=WINDOW), layer()),
         "deepseek float16": (CacheLayer(1, 12, 8, "float16"),) * 2,  # rotated part and latent
     }
+    assert read_manifest(exported(model_type, **options).path).cache_layers == expected[name]
 
 
+@pytest.mark.kinds
 def test_manifest_states_the_length_and_special_tokens(exported):
     manifest = read_manifest(exported("gpt2", max_sequence_length=100).path)
     assert manifest.max_sequence_length == 100
@@ -171,6 +176,7 @@ def test_model_that_states_no_length_asks_for_one(tmp_path):
         export(str(tmp_path / "bloom"), tmp_path / "b")
 
 
+@pytest.mark.kinds
 def test_longrope_limits_the_length_to_where_it_switches_and_says_so(exported):
     manifest = read_manifest(exported("phi3").path)
     assert manifest.max_sequence_length == 16

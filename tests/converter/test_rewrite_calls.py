@@ -66,6 +66,7 @@ def test_calls_are_not_asked_of_a_graph_rewritten_before() -> None:
     assert (report.windows, report.refusals) == ((3,), ())
 
 
+@pytest.mark.kinds
 @FLAVOURS
 def test_calls_of_transformers_count_the_query_in_its_window_as_masks_do(
     attention: str, traced: Callable[[str], Any]

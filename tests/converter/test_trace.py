@@ -131,6 +131,7 @@ def test_tiny_deepseek_feels_its_router_bias():
     assert np.abs(plain - changed)[attended].max() > 0.02
 
 
+@pytest.mark.kinds
 def test_placeholders_say_what_the_attention_call_said(traced):
     sliding, full = placeholders(traced("gemma2")[2])
     assert sliding.attributes["window_size"].as_int() == WINDOW
@@ -157,6 +158,7 @@ def test_masks_are_materialised_and_present_is_the_concatenation(traced, model_t
         assert key.producer().inputs[0].name == names.past_key(layer)
 
 
+@pytest.mark.kinds
 @pytest.mark.parametrize(
     ("model_type", "heads", "positions"), [("llama", "2", [names.POSITION_IDS]), ("bloom", "4", [])]
 )
@@ -192,6 +194,7 @@ def test_model_that_calls_the_interface_for_some_layers_only_is_refused(monkeypa
     assert info.value.model_type == "llama"
 
 
+@pytest.mark.kinds
 def test_model_with_attention_of_its_own_is_as_before_after_tracing(traced):
     model = traced("gpt_neo")[0]
     for layer in model.transformer.h:
