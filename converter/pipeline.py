@@ -6,6 +6,7 @@ imported where a stage needs them: a refusal of the output path must not wait fo
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from kvconv.converter.options import (
 from kvconv.errors import ExportError
 from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Quantization, Source
 from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
+
+_MOST_QUANTIZED_BYTES = 1.5
+"""Of a weight: 8 bits, and its share of a block's scales, which an embedding may have twice."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,7 +163,11 @@ def _trace(
         spec = describe(loaded.model)
         max_sequence_length, notices = _max_sequence_length(spec, options.max_sequence_length)
         parameters = {id(weight): weight for weight in loaded.model.parameters()}
-        bundle.check_free_space(folder, sum(weight.nbytes for weight in parameters.values()))
+        stored_bytes = sum(
+            weight.numel() * (_MOST_QUANTIZED_BYTES if options.weights else weight.itemsize)
+            for weight in parameters.values()
+        )
+        bundle.check_free_space(folder, math.ceil(stored_bytes))
         del parameters
         release_memory()  # what reading the checkpoint took
     reference = None

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from kvconv.errors import BundleError
+from kvconv.errors import BundleError, VerificationError
 from kvconv.manifest import (
+    FLOAT_WEIGHTS,
     CacheLayer,
     CheckResult,
     FileEntry,
@@ -175,3 +176,16 @@ def test_kv_cache_bytes_counts_every_layer():
     assert kv_cache_bytes(layers, batch_size=2, max_sequence_length=100) == (
         2 * 100 * 3 * 96 * 4 + 2 * 10 * 1 * 16 * 2
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "is_quantized"), [("whole prefill", False), (FLOAT_WEIGHTS, True)]
+)
+def test_failed_check_names_the_remedy_for_the_weights(first, is_quantized):
+    checks = (
+        CheckResult(first, 9, 1e-5, 1e-6, 0.0, 1.0, True),
+        CheckResult("decode", 9, 3.0, 1e-6, 0.0, 1.0, False),
+    )
+    with pytest.raises(VerificationError, match="'decode'.*lease report") as e:
+        Verification("failed", 1.0, checks).require_passed()
+    assert ("--accuracy-level 1" in str(e.value)) == is_quantized

@@ -2,10 +2,12 @@
 //
 //   input, skip  [.., width] float32, of one shape
 //   weight       [width] float32
-//   epsilon      added to the mean square
+//   epsilon      at least 0, added to the mean square
 //   output       [.., width]: the norm of input + skip
 //   sum          [.., width]: input + skip
 #include "skip_norm_op.h"
+
+#include <cmath>
 
 #include "kvconv/skip_norm.h"
 
@@ -64,7 +66,11 @@ struct SkipNormOp : ort::CustomOp {
     create_kernel_v2 = [](const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info,
                           void** node) {
       return guarded(api, kName, [&] {
-        *node = new SkipNormNode{api, read_float(api, info, "epsilon", 1e-5f)};
+        const float epsilon = read_float(api, info, "epsilon", 1e-5f);
+        if (!(epsilon >= 0.0F && std::isfinite(epsilon))) {
+          refuse(text("epsilon is ", epsilon, "; it must be a number of at least 0."));
+        }
+        *node = new SkipNormNode{api, epsilon};
       });
     };
     kernel_compute_v2 = [](void* node, ort::KernelContext* context) {

@@ -150,6 +150,12 @@ class Verification:
         Raises:
             VerificationError: Its logits differ from PyTorch's by more than the tolerance.
         """
+        is_quantized = any(check.name == FLOAT_WEIGHTS for check in self.checks)
+        remedy = (
+            "A mixture of experts may need --accuracy-level 1; otherwise please report this model"
+            if is_quantized
+            else "Please report this model"
+        )
         for check in self.checks:
             if not check.passed:
                 tolerance = self.tolerance or 0.0
@@ -157,7 +163,7 @@ class Verification:
                     f"The bundle differs from PyTorch: in the check {check.name!r} the logits "
                     f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}), the KL "
                     f"divergence is {check.kl:.2g} and {check.top1:.1%} of the most likely tokens "
-                    f"agree. Please report this model; "
+                    f"agree. {remedy}; "
                     f"kvconv export --no-verify writes it all the same.",
                     check=check.name,
                     max_abs=check.max_abs,

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from kvconv.cli import main
 from kvconv.errors import ModelNotFoundError
 from kvconv.manifest import Manifest, Source, Verification, read_manifest
-from kvconv.names import WEIGHTS_FILE
+from kvconv.names import MODEL_FILE, WEIGHTS_FILE
+from tiny_bundle import write_bundle
 from wrong_bundles import change_weight, copy_wrong
 
 
@@ -133,3 +134,11 @@ def test_result_for_a_bundle_that_cannot_be_written_is_told(
     assert result.stdout.startswith("passed" if right else "failed")
     assert "not recorded in the manifest: Read-only file system\n" in result.stderr
     assert status(folder) == "skipped"
+
+
+def test_incomplete_bundle_is_refused_before_the_model_is_loaded(tmp_path):
+    bundle = write_bundle(tmp_path / "bundle")
+    (bundle / MODEL_FILE).unlink()
+    result = run(bundle, "--model", "absent")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: The bundle {bundle} is incomplete")

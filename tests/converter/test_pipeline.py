@@ -202,6 +202,20 @@ def test_disk_without_room_is_refused_before_tracing(checkpoint, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("weights", "part"), [(None, 1), ("int8", 0.375), ("int4", 0.375)])
+def test_room_for_quantised_weights_is_what_they_take(
+    checkpoint, tmp_path, monkeypatch, weights, part
+):
+    def stop(folder, weight_bytes):
+        raise ExportError(f"{weight_bytes}")
+
+    monkeypatch.setattr(bundle, "check_free_space", stop)
+    model = checkpoint("llama")
+    float_bytes = 4 * AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    with pytest.raises(ExportError, match=f"^{round(part * float_bytes)}$"):
+        export(str(model), tmp_path / "b", ExportOptions(weights=weights))
+
+
 def test_disk_that_fills_up_on_the_way_leaves_nothing(checkpoint, tmp_path, monkeypatch):
     def fill(model, spec, *, opset):
         (tmp_path / "seen").write_text(str([path.name for path in tmp_path.iterdir()]))

@@ -12,11 +12,11 @@ from kvconv import custom_ops, names
 EPSILON = 1e-3
 
 
-def open_session(*shapes: tuple[int, ...]) -> ort.InferenceSession:
+def open_session(*shapes: tuple[int, ...], epsilon: float = EPSILON) -> ort.InferenceSession:
     """Open a session of one node whose inputs have the ranks of these shapes."""
     inputs, outputs = ("input", "skip", "weight"), ("output", "sum")
     node = helper.make_node(
-        names.SKIP_RMS_NORMALIZATION, inputs, outputs, domain=names.OP_DOMAIN, epsilon=EPSILON
+        names.SKIP_RMS_NORMALIZATION, inputs, outputs, domain=names.OP_DOMAIN, epsilon=epsilon
     )
     float32 = onnx.TensorProto.FLOAT
     graph = helper.make_graph(
@@ -84,3 +84,9 @@ def test_shapes_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(Exception, match=message):
         run(*(np.ones(shape, np.float32) for shape in shapes))
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, np.nan, np.inf])
+def test_epsilon_that_is_no_number_of_at_least_0_is_refused(epsilon: float) -> None:
+    with pytest.raises(Exception, match=f"SkipRMSNormalization: epsilon is {epsilon:g}"):
+        open_session((2, 8), (2, 8), (8,), epsilon=epsilon)

@@ -40,7 +40,8 @@ trust_remote_code_option = click.option(
 
 prefill_chunk_option = click.option(
     "--prefill-chunk", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
-    help="Tokens of a prompt that run at once: more take more memory, and change no result.",
+    help="Tokens of a prompt that run at once: more take more memory. Changes results by "
+    "rounding alone.",
 )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ _BATCH_SIZE = 8
     "--batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Prompts of --prompts that run together; changes no result. [default: {_BATCH_SIZE}]",
+    help="Prompts of --prompts that run together; changes results by rounding alone. [default: "
+    f"{_BATCH_SIZE}]",
 )
 @click.option("--chat-template", is_flag=True, help="Wrap the prompt as one user turn.")
 @click.option("--chat", "is_chat", is_flag=True, help="Hold a conversation; PROMPT begins it.")

@@ -13,7 +13,13 @@ from kvconv.cli.common import (
     print_status,
     trust_remote_code_option,
 )
-from kvconv.manifest import FLOAT_WEIGHTS, CheckResult, Verification, read_manifest
+from kvconv.manifest import (
+    FLOAT_WEIGHTS,
+    CheckResult,
+    Verification,
+    check_files,
+    read_manifest,
+)
 
 
 @click.command(cls=Command, context_settings={"show_default": True})
@@ -44,6 +50,7 @@ def command(
     check exceeds the tolerance of the bundle's dtype.
     """
     manifest = read_manifest(bundle)
+    check_files(bundle, manifest)  # before PyTorch's model is loaded, which takes long
     source = manifest.source
     if model is None and source.kind != "hub":
         # The manifest holds no path, and the same name elsewhere may be another model.
