@@ -303,12 +303,12 @@ class Generator:
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.
             for row in rows:
-                if row.finish_reason is None:
-                    event = row.step(logits[row.index, -1])
-                    is_done = event.finish_reason is not None
-                    token_ids[row.index] = _PADDING_ID if is_done else event.token_id
-                    yield event
-            if all(row.finish_reason is not None for row in rows):
+                event = row.step(logits[row.index, -1])
+                is_done = event.finish_reason is not None
+                token_ids[row.index] = _PADDING_ID if is_done else event.token_id
+                yield event
+            rows = [row for row in rows if row.finish_reason is None]
+            if not rows:
                 return
             # 4. Run the chosen tokens.
             step.run(token_ids)
