@@ -298,7 +298,7 @@ class Generator:
             mask[row.index, :padding] = 0
         # 2. Run what is not cached of the prompts; these logits' memory serves every step.
         logits = self.prefill(cache, input_ids[:, cache.length :], mask)
-        token_ids = np.full(len(rows), _PADDING_ID, np.int64)
+        token_ids = [_PADDING_ID] * len(rows)
         step = self.session.decode_step(cache, mask, logits)
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.
