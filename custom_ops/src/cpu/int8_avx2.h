@@ -20,6 +20,11 @@ using Sums = __m256i;
 static inline Words load_words(const std::uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
+static inline Words load_some_words(const std::uint8_t* p, std::int64_t count) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
+  return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), mask);
+}
 static inline void store_words(std::uint8_t* p, Words w) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w);
 }
@@ -37,14 +42,36 @@ static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
   return static_cast<std::int32_t>(low | (high << 16));
 }
 static inline Sums set_sums(std::int32_t start) { return _mm256_set1_epi32(start); }
+static inline Sums load_sums(const std::int32_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, activations));
+}
 static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
   std::int32_t four;
   std::memcpy(&four, activations, sizeof(four));
-  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, _mm256_set1_epi32(four)));
+  return multiply_vectors(sums, weights, _mm256_set1_epi32(four));
 }
 template <bool shifted>
 static inline Vec to_float(Sums s) {
   return _mm256_cvtepi32_ps(_mm256_madd_epi16(s, _mm256_set1_epi16(shifted ? 16 : 1)));
+}
+
+static inline void transpose_quarters(Words* w) {
+  const Words low01 = _mm256_unpacklo_epi32(w[0], w[1]);
+  const Words high01 = _mm256_unpackhi_epi32(w[0], w[1]);
+  const Words low23 = _mm256_unpacklo_epi32(w[2], w[3]);
+  const Words high23 = _mm256_unpackhi_epi32(w[2], w[3]);
+  w[0] = _mm256_unpacklo_epi64(low01, low23);
+  w[1] = _mm256_unpackhi_epi64(low01, low23);
+  w[2] = _mm256_unpacklo_epi64(high01, high23);
+  w[3] = _mm256_unpackhi_epi64(high01, high23);
+}
+static inline void pair_quarters(Words* a, Words* b) {
+  const Words even = _mm256_permute2x128_si256(*a, *b, 0x20);
+  *b = _mm256_permute2x128_si256(*a, *b, 0x31);
+  *a = even;
 }
 
 static inline void transpose_words(const std::uint8_t* const* rows, std::int64_t offset, int count,
@@ -54,25 +81,12 @@ static inline void transpose_words(const std::uint8_t* const* rows, std::int64_t
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) r[i] = load_words(rows[i] + offset);
   } else {
-    const __m256i mask =
-        _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      r[i] = _mm256_maskload_epi32(reinterpret_cast<const int*>(rows[i] + offset), mask);
-    }
+    for (int i = 0; i < 8; ++i) r[i] = load_some_words(rows[i] + offset, count);
   }
   // Four by four within the halves, then the halves.
-#pragma GCC unroll 2
-  for (int g = 0; g < 8; g += 4) {
-    const Words low01 = _mm256_unpacklo_epi32(r[g], r[g + 1]);
-    const Words high01 = _mm256_unpackhi_epi32(r[g], r[g + 1]);
-    const Words low23 = _mm256_unpacklo_epi32(r[g + 2], r[g + 3]);
-    const Words high23 = _mm256_unpackhi_epi32(r[g + 2], r[g + 3]);
-    r[g] = _mm256_unpacklo_epi64(low01, low23);
-    r[g + 1] = _mm256_unpackhi_epi64(low01, low23);
-    r[g + 2] = _mm256_unpacklo_epi64(high01, high23);
-    r[g + 3] = _mm256_unpackhi_epi64(high01, high23);
-  }
+  transpose_quarters(r);
+  transpose_quarters(r + 4);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     out[i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x20);

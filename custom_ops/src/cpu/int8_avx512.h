@@ -15,6 +15,10 @@ using Words = __m512i;
 using Sums = __m512i;
 
 static inline Words load_words(const std::uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline Words load_some_words(const std::uint8_t* p, std::int64_t count) {
+  const auto mask = static_cast<__mmask16>(count < 16 ? (1U << count) - 1 : 0xFFFFU);
+  return _mm512_maskz_loadu_epi32(mask, p);
+}
 static inline void store_words(std::uint8_t* p, Words w) { _mm512_storeu_si512(p, w); }
 static inline Words low_nibbles(Words w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 static inline Words high_nibbles(Words w) {
@@ -24,6 +28,7 @@ static inline Words subtract_bytes(Words w, int number) {
   return _mm512_sub_epi8(w, _mm512_set1_epi8(static_cast<char>(number)));
 }
 static inline Sums set_sums(std::int32_t start) { return _mm512_set1_epi32(start); }
+static inline Sums load_sums(const std::int32_t* p) { return _mm512_loadu_si512(p); }
 
 #if defined(KVCONV_USE_VNNI)
 
@@ -32,10 +37,8 @@ constexpr bool kSplitsBytes = false;
 static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
   return -middle * (pairs[0] + pairs[1]);
 }
-static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
-  std::int32_t four;
-  std::memcpy(&four, activations, sizeof(four));
-  return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(four));
+static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
+  return _mm512_dpbusd_epi32(sums, weights, activations);
 }
 template <bool shifted>
 static inline Vec to_float(Sums s) {
@@ -54,10 +57,8 @@ static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
   const std::uint32_t high = static_cast<std::uint16_t>(-middle * pairs[1]);
   return static_cast<std::int32_t>(low | (high << 16));
 }
-static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
-  std::int32_t four;
-  std::memcpy(&four, activations, sizeof(four));
-  return _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, _mm512_set1_epi32(four)));
+static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
+  return _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, activations));
 }
 template <bool shifted>
 static inline Vec to_float(Sums s) {
@@ -66,6 +67,28 @@ static inline Vec to_float(Sums s) {
 
 #endif
 
+static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
+  std::int32_t four;
+  std::memcpy(&four, activations, sizeof(four));
+  return multiply_vectors(sums, weights, _mm512_set1_epi32(four));
+}
+
+static inline void transpose_quarters(Words* w) {
+  const Words low01 = _mm512_unpacklo_epi32(w[0], w[1]);
+  const Words high01 = _mm512_unpackhi_epi32(w[0], w[1]);
+  const Words low23 = _mm512_unpacklo_epi32(w[2], w[3]);
+  const Words high23 = _mm512_unpackhi_epi32(w[2], w[3]);
+  w[0] = _mm512_unpacklo_epi64(low01, low23);
+  w[1] = _mm512_unpackhi_epi64(low01, low23);
+  w[2] = _mm512_unpacklo_epi64(high01, high23);
+  w[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+static inline void pair_quarters(Words* a, Words* b) {
+  const Words even = _mm512_shuffle_i32x4(*a, *b, 0x88);
+  *b = _mm512_shuffle_i32x4(*a, *b, 0xDD);
+  *a = even;
+}
+
 static inline void transpose_words(const std::uint8_t* const* rows, std::int64_t offset, int count,
                                    Words* out) {
   Words r[16];
@@ -73,31 +96,20 @@ static inline void transpose_words(const std::uint8_t* const* rows, std::int64_t
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) r[i] = load_words(rows[i] + offset);
   } else {
-    const auto mask = static_cast<__mmask16>((1U << count) - 1);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + offset);
+    for (int i = 0; i < 16; ++i) r[i] = load_some_words(rows[i] + offset, count);
   }
-  // 1. Four by four within the lanes of 128 bits: u[4 * g + i] has, in lane l, word 4 * l + i of
+  // 1. Four by four within the lanes of 128 bits: r[4 * g + i] has, in lane l, word 4 * l + i of
   //    rows 4 * g to 4 * g + 3.
-  Words u[16];
 #pragma GCC unroll 4
-  for (int g = 0; g < 16; g += 4) {
-    const Words low01 = _mm512_unpacklo_epi32(r[g], r[g + 1]);
-    const Words high01 = _mm512_unpackhi_epi32(r[g], r[g + 1]);
-    const Words low23 = _mm512_unpacklo_epi32(r[g + 2], r[g + 3]);
-    const Words high23 = _mm512_unpackhi_epi32(r[g + 2], r[g + 3]);
-    u[g] = _mm512_unpacklo_epi64(low01, low23);
-    u[g + 1] = _mm512_unpackhi_epi64(low01, low23);
-    u[g + 2] = _mm512_unpacklo_epi64(high01, high23);
-    u[g + 3] = _mm512_unpackhi_epi64(high01, high23);
-  }
+  for (int g = 0; g < 16; g += 4) transpose_quarters(r + g);
   // 2. The lanes themselves.
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const Words even01 = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x88);
-    const Words odd01 = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xDD);
-    const Words even23 = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x88);
-    const Words odd23 = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0xDD);
+    const Words even01 = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    const Words odd01 = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+    const Words even23 = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    const Words odd23 = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
     out[i] = _mm512_shuffle_i32x4(even01, even23, 0x88);
     out[4 + i] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
     out[8 + i] = _mm512_shuffle_i32x4(even01, even23, 0xDD);

@@ -28,6 +28,12 @@ static inline Words load_words(const std::uint8_t* p) {
   std::memcpy(&w, p, sizeof(w));
   return w;
 }
+// The first `count` words, or all where there are more; the others 0.
+static inline Words load_some_words(const std::uint8_t* p, std::int64_t count) {
+  Words w = {};
+  std::memcpy(&w, p, static_cast<std::size_t>(count < kLanes ? count : kLanes) * 4);
+  return w;
+}
 static inline void store_words(std::uint8_t* p, Words w) { std::memcpy(p, &w, sizeof(w)); }
 static inline Words low_nibbles(Words w) {
   for (std::uint8_t& byte : w.bytes) byte &= 15;
@@ -53,14 +59,23 @@ static inline Sums set_sums(std::int32_t start) {
   for (std::int32_t& lane : s.lanes) lane = start;
   return s;
 }
-// sums + the products of weights (unsigned) with four activations (signed), the same for all lanes.
-static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int i = 0; i < 4; ++i) {
-      sums.lanes[lane] += weights.bytes[lane * 4 + i] * activations[i];
-    }
+static inline Sums load_sums(const std::int32_t* p) {
+  Sums s;
+  std::memcpy(&s, p, sizeof(s));
+  return s;
+}
+// sums + the products of weights (unsigned) with activations (signed), four in each lane.
+static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
+  for (int i = 0; i < 4 * kLanes; ++i) {
+    sums.lanes[i / 4] += weights.bytes[i] * static_cast<std::int8_t>(activations.bytes[i]);
   }
   return sums;
+}
+// The same with four activations for all lanes.
+static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
+  Words all;
+  for (int lane = 0; lane < kLanes; ++lane) std::memcpy(all.bytes + lane * 4, activations, 4);
+  return multiply_vectors(sums, weights, all);
 }
 // The sums as floats; `shifted`: 16 times as much, for the plane of high halves.
 template <bool shifted>
@@ -71,6 +86,18 @@ static inline Vec to_float(Sums s) {
   }
   return v;
 }
+
+// Transposes four vectors within their quarters (four lanes, here the only ones): lane i of w[j]
+// becomes what lane j of w[i] was.
+static inline void transpose_quarters(Words* w) {
+  Words out[4];
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 4; ++j) std::memcpy(out[j].bytes + i * 4, w[i].bytes + j * 4, 4);
+  }
+  for (int i = 0; i < 4; ++i) w[i] = out[i];
+}
+// The even quarters of a, then b, become a; the odd ones b. A single quarter each is that already.
+static inline void pair_quarters(Words*, Words*) {}
 
 // Reads `count` words (at most kLanes) at `offset` bytes of each of kLanes rows; out[w] holds the
 // rows' w-th words side by side. Nothing beyond the words is read.

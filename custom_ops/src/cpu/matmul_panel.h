@@ -31,11 +31,6 @@ Pieces pieces_of(const QuantizedMatrix& w) {
           w.bits == 8 && kSplitsBytes ? 2 : 1};
 }
 
-// Words of a row that make a piece.
-std::int64_t words_per_piece(const QuantizedMatrix& w) {
-  return min_of(w.block_size, 32) * w.bits / 32;
-}
-
 // One worker's panel.
 struct Panel {
   std::uint8_t* words;  // [pieces, planes, columns / 4, 2] vectors, int8 activations

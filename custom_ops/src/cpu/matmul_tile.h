@@ -12,8 +12,7 @@
 namespace kvconv {
 namespace {
 
-constexpr std::int64_t kPrefetchPanels = 2;  // half panels that weights are fetched ahead
-constexpr float kTiny = 1e-30F;              // a piece of smaller activations counts as zeros
+constexpr float kTiny = 1e-30F;  // a piece of smaller activations counts as zeros
 
 // The activations of a run as the tiles take them. Rows are `stride` elements apart.
 struct Activations {
@@ -132,91 +131,6 @@ Tile<rows> multiply_bytes(const Pieces& pieces, const Activations& a, std::int64
     }
   }
   return tile;
-}
-
-// A few rows of int8 activations by half a panel, which begins at row `first` of the weights: they
-// are used as they are read, with the arithmetic of multiply_bytes.
-template <int rows, bool four_bits, bool has_zeros>
-void multiply_half_of(const MatMulParams& p, const Pieces& pieces, const Activations& a,
-                      std::int64_t first, std::int64_t h, const Panel& panel, Tile<rows>* tile) {
-  constexpr int kPieceWords = four_bits ? 4 : 8;
-  const QuantizedMatrix& w = p.weights;
-  const HalfPanel half(w, first);
-  const float* scales = panel.scales + h * kLanes;
-  const float* zeros = panel.zeros + h * kLanes;
-  unpack_scales(w, pieces, half, true, panel.scales + h * kLanes, panel.zeros + h * kLanes);
-  const std::uint8_t* pointers[kLanes];
-  half.locate(w.data, w.row_bytes(), pointers);
-  Vec totals[rows];
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r) totals[r] = set(0.0F);
-  const std::int64_t num_words = w.row_bytes() / 4;
-  std::int64_t i = 0;
-  for (std::int64_t word = 0; word < num_words; word += kLanes) {
-    Words words[kLanes];
-    const int some = static_cast<int>(min_of(kLanes, num_words - word));
-    for (int lane = 0; lane < kLanes; ++lane) {
-      __builtin_prefetch(pointers[lane] + word * 4 + kPrefetchPanels * kLanes * w.row_bytes(), 0,
-                         2);
-    }
-    transpose_words(pointers, word * 4, some, words);
-    for (int k = 0; k < some; k += kPieceWords, ++i) {
-      Sums sums[rows];
-      Sums low_sums[rows];  // of the plane of low halves
-#pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        sums[r] = set_sums(a.starts[r * pieces.count + i]);
-        low_sums[r] = set_sums(0);
-      }
-#pragma GCC unroll 8
-      for (int j = 0; j < kPieceWords; ++j) {
-        const Words v = words[k + j];
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-          const std::int8_t* bytes =
-              a.bytes + (r * pieces.count + i) * 32 + j * (four_bits ? 8 : 4);
-          if constexpr (four_bits) {
-            sums[r] = multiply_words(sums[r], low_nibbles(v), bytes);
-            sums[r] = multiply_words(sums[r], high_nibbles(v), bytes + 4);
-          } else if constexpr (kSplitsBytes) {
-            sums[r] = multiply_words(sums[r], high_nibbles(v), bytes);
-            low_sums[r] = multiply_words(low_sums[r], low_nibbles(v), bytes);
-          } else {
-            sums[r] = multiply_words(sums[r], v, bytes);
-          }
-        }
-      }
-      const Vec weight_scale = load(scales + i * kPanelRows);
-#pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        const Vec scale = set(a.scales[r * pieces.count + i]);
-        constexpr bool kTwoPlanes = !four_bits && kSplitsBytes;
-        totals[r] = fma(mul(to_float<kTwoPlanes>(sums[r]), weight_scale), scale, totals[r]);
-        if constexpr (kTwoPlanes) {
-          totals[r] = fma(mul(to_float<false>(low_sums[r]), weight_scale), scale, totals[r]);
-        }
-        if constexpr (has_zeros) {
-          const Vec sum = set(a.sums[r * pieces.count + i]);
-          totals[r] = fma(load(zeros + i * kPanelRows), sum, totals[r]);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r) tile->sums[r][h] = totals[r];
-}
-
-template <int rows>
-void multiply_half(const MatMulParams& p, const Pieces& pieces, const Activations& a,
-                   std::int64_t first, std::int64_t h, const Panel& panel, Tile<rows>* tile) {
-  const bool has_zeros = p.weights.zero_points != nullptr;
-  if (p.weights.bits == 4) {
-    has_zeros ? multiply_half_of<rows, true, true>(p, pieces, a, first, h, panel, tile)
-              : multiply_half_of<rows, true, false>(p, pieces, a, first, h, panel, tile);
-  } else if constexpr (kLanes >= 8) {  // a piece is 8 words
-    has_zeros ? multiply_half_of<rows, false, true>(p, pieces, a, first, h, panel, tile)
-              : multiply_half_of<rows, false, false>(p, pieces, a, first, h, panel, tile);
-  }
 }
 
 // float32 activations. Each piece is summed on its own, so that several are computed at a time.
