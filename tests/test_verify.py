@@ -32,7 +32,7 @@ from kvconv.verify.pytorch import _forward, make_reference
 from tiny_bundle import VOCAB_SIZE, TinyDecoder, write_bundle
 from tiny_decoders import tiny_model
 
-LIMITS = Limits(max_abs=1e-3, tie=1e-3)
+LIMITS = Limits(max_abs=1e-3, tie=1e-3, kl=1e-3**2 / 32)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_swapped_argmax_is_a_tie_within_its_margin_and_a_failure_beyond_it(logit
     result = compare_logits("x", found, wanted, LIMITS)
     assert result.top1 == pytest.approx(6 / 7)
     assert result.passed
-    assert not compare_logits("x", found, wanted, Limits(1e-3, tie=4e-4)).passed
+    assert not compare_logits("x", found, wanted, dataclasses.replace(LIMITS, tie=4e-4)).passed
 
 
 def test_kl_alone_can_fail(logits):
@@ -89,7 +89,7 @@ def test_kl_alone_can_fail(logits):
 def test_non_finite_logits_fail(logits, poison):
     found = logits.copy()
     found[2, 3] = poison
-    result = compare_logits("x", found, logits, Limits(1e9, 1e9))
+    result = compare_logits("x", found, logits, Limits(1e9, 1e9, 1e9))
     assert not result.passed
     assert np.isfinite([result.max_abs, result.mean_abs, result.kl]).all()
 
