@@ -94,7 +94,7 @@ def _read_graph(bundle: Path, manifest: Manifest) -> dict[str, int] | None:
         import onnx
     except ModuleNotFoundError:
         return None
-    from google.protobuf.message import DecodeError  # onnx brings it
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
         graph = onnx.load(str(bundle / MODEL_FILE), load_external_data=False).graph
