@@ -58,25 +58,25 @@ void unpack_fours(const QuantizedMatrix& w, const Pieces& pieces, const FewRows&
   for (std::int64_t i = 0; i < 4 * count * bytes_of(w.scale_type); i += 64) {
     __builtin_prefetch(ahead + i, 0, 3);
   }
+  const bool is_in_order = pieces.per_block == 1 && few.halves == 1;
   for (std::int64_t b = 0; b < count; b += 4) {
-    Four values[4];
     const std::int64_t some = min_of(4, count - b);
+    float values[16];
+    float* four_blocks = is_in_order ? target + b * 4 : values;
     if (some < 4) {
-      float last[4][4] = {};
-      for (std::int64_t i = 0; i < some; ++i) {
-        for (std::int64_t r = 0; r < 4; ++r) {
-          last[i][r] = load_element(source, four.row[r] * count + b + i, w.scale_type);
-        }
+      for (std::int64_t i = 0; i < 4 * some; ++i) {
+        four_blocks[i] = load_element(source, four.row[i % 4] * count + b + i / 4, w.scale_type);
       }
-      for (int i = 0; i < 4; ++i) values[i] = load_four(last[i]);
     } else if (is_float32) {
-      transpose_floats(floats, b, values);
+      transpose_fours(floats, b, four_blocks);
     } else {
-      transpose_float16(halves, b, values);
+      transpose_fours(halves, b, four_blocks);
     }
+    if (is_in_order) continue;
     for (std::int64_t i = 0; i < some; ++i) {
       for (std::int64_t j = 0; j < pieces.per_block; ++j) {
-        store_four(target + place_of(few, (b + i) * pieces.per_block + j), values[i]);
+        store_four(target + place_of(few, (b + i) * pieces.per_block + j),
+                   load_four(values + 4 * i));
       }
     }
   }
