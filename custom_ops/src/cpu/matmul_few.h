@@ -1,33 +1,21 @@
 // A few rows of int8 activations by four rows of the weights at a time, read as they are stored.
 //
-// A span is 32 columns: a piece, or two at block size 16. A vector has kSpans spans side by side, a
-// quarter (128 bits) each, and in the lanes of a quarter the four rows of the weights; transposing
-// within quarters is all that it takes to get there. The activations are spread over vectors once
-// per run so that they meet the weights. Sums, scaling and their order are those of the tiles, and
-// so are the bits of the result. Included by matmul.cc only, after matmul_tile.h; internal linkage.
+// The lanes of a quarter (128 bits) are the four rows of the weights: transposing them within
+// quarters is all that it takes to get there. Sums, scaling and their order are those of the tiles,
+// and so are the bits of the result. Included by matmul.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "matmul_tile.h"
+#include "matmul_spread.h"
 #include "vec_four.h"
 
 namespace kvconv {
 namespace {
 
 constexpr std::int64_t kMaxFewRows = 8;
-constexpr std::int64_t kSpans = kLanes / 4;
-constexpr std::int64_t kSpanWords = 8;           // words of a span's activations
 constexpr std::int64_t kPrefetchedBytes = 4096;  // of weights, fetched ahead
-
-// What the runs of four rows share.
-struct FewRows {
-  std::int64_t num_vectors;  // kSpans spans each, of a row
-  std::int64_t halves;       // pieces per span
-  std::int8_t* words;        // [vectors, M, kSpanWords] vectors: a word of each span, four times
-  std::int32_t* starts;      // [vectors, M, halves] vectors
-};
 
 // One worker's memory: scales and zeros of four rows, [vectors, halves, kSpans, 4].
 struct FourScales {
@@ -35,46 +23,11 @@ struct FourScales {
   float* zeros;  // (middle - zero point) * scale
 };
 
-FewRows few_rows_of(const Pieces& pieces) {
-  const std::int64_t halves = 32 / pieces.columns;
-  return {(pieces.count + halves * kSpans - 1) / (halves * kSpans), halves, nullptr, nullptr};
-}
-
 // Where a piece's scales are in FourScales.
 std::int64_t place_of(const FewRows& few, std::int64_t piece) {
   if (few.halves == 1) return piece * 4;
   const std::int64_t span = piece / 2;
   return ((span / kSpans * 2 + piece % 2) * kSpans + span % kSpans) * 4;
-}
-
-void repeat_four(const void* value, void* target) {
-  for (int i = 0; i < 4; ++i) std::memcpy(static_cast<char*>(target) + 4 * i, value, 4);
-}
-
-// Spreads a row of activations; beyond the last piece they are zeros.
-void spread_row(const MatMulParams& p, const Pieces& pieces, const Activations& a, std::int64_t row,
-                const FewRows& few) {
-  const std::int64_t num_words = pieces.count * pieces.columns / 4;
-  const std::int8_t* bytes = a.bytes + row * num_words * 4;
-  const std::int32_t* starts = a.starts + row * pieces.count;
-  const std::int32_t none = 0;
-  for (std::int64_t v = 0; v < few.num_vectors; ++v) {
-    const std::int64_t block = v * p.num_rows + row;
-    for (std::int64_t s = 0; s < kSpans; ++s) {
-      const std::int64_t span = v * kSpans + s;
-      std::int8_t* words = few.words + block * kSpanWords * kVectorBytes + s * 16;
-      for (std::int64_t j = 0; j < kSpanWords; ++j) {
-        const std::int64_t word = span * kSpanWords + j;
-        const void* value = word < num_words ? static_cast<const void*>(bytes + word * 4) : &none;
-        repeat_four(value, words + j * kVectorBytes);
-      }
-      for (std::int64_t h = 0; h < few.halves; ++h) {
-        const std::int64_t piece = span * few.halves + h;
-        repeat_four(piece < pieces.count ? starts + piece : &none,
-                    few.starts + (block * few.halves + h) * kLanes + s * 4);
-      }
-    }
-  }
 }
 
 // Four rows of the weights from row `first` on; beyond the last row it is repeated.
@@ -105,25 +58,25 @@ void unpack_fours(const QuantizedMatrix& w, const Pieces& pieces, const FewRows&
   for (std::int64_t i = 0; i < 4 * count * bytes_of(w.scale_type); i += 64) {
     __builtin_prefetch(ahead + i, 0, 3);
   }
+  const bool is_in_order = pieces.per_block == 1 && few.halves == 1;
   for (std::int64_t b = 0; b < count; b += 4) {
-    Four values[4];
     const std::int64_t some = min_of(4, count - b);
+    float values[16];
+    float* four_blocks = is_in_order ? target + b * 4 : values;
     if (some < 4) {
-      float last[4][4] = {};
-      for (std::int64_t i = 0; i < some; ++i) {
-        for (std::int64_t r = 0; r < 4; ++r) {
-          last[i][r] = load_element(source, four.row[r] * count + b + i, w.scale_type);
-        }
+      for (std::int64_t i = 0; i < 4 * some; ++i) {
+        four_blocks[i] = load_element(source, four.row[i % 4] * count + b + i / 4, w.scale_type);
       }
-      for (int i = 0; i < 4; ++i) values[i] = load_four(last[i]);
     } else if (is_float32) {
-      transpose_floats(floats, b, values);
+      transpose_fours(floats, b, four_blocks);
     } else {
-      transpose_float16(halves, b, values);
+      transpose_fours(halves, b, four_blocks);
     }
+    if (is_in_order) continue;
     for (std::int64_t i = 0; i < some; ++i) {
       for (std::int64_t j = 0; j < pieces.per_block; ++j) {
-        store_four(target + place_of(few, (b + i) * pieces.per_block + j), values[i]);
+        store_four(target + place_of(few, (b + i) * pieces.per_block + j),
+                   load_four(values + 4 * i));
       }
     }
   }

@@ -17,25 +17,30 @@ static inline Four sub_four(Four a, Four b) { return _mm_sub_ps(a, b); }
 static inline Four mul_four(Four a, Four b) { return _mm_mul_ps(a, b); }
 static inline Four fma_four(Four a, Four b, Four c) { return _mm_fmadd_ps(a, b, c); }
 
-// out[i] = element `offset` + i of each of the four rows, for i < 4.
-static inline void transpose_floats(const float* const* rows, std::int64_t offset, Four* out) {
+// Widens four elements from `offset` on of each of four rows: target[4 * i + r] = rows[r][offset +
+// i]. Written in whole vectors, which are soon read as such.
+static inline void transpose_fours(const float* const* rows, std::int64_t offset, float* target) {
+  Four out[4];
   for (int i = 0; i < 4; ++i) out[i] = load_four(rows[i] + offset);
   _MM_TRANSPOSE4_PS(out[0], out[1], out[2], out[3]);
+  for (int i = 0; i < 4; ++i) store_four(target + 4 * i, out[i]);
 }
-static inline void transpose_float16(const std::uint16_t* const* rows, std::int64_t offset,
-                                     Four* out) {
+static inline void transpose_fours(const std::uint16_t* const* rows, std::int64_t offset,
+                                   float* target) {
   __m128i r[4];
   for (int i = 0; i < 4; ++i) {
     r[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[i] + offset));
   }
   const __m128i rows01 = _mm_unpacklo_epi16(r[0], r[1]);
   const __m128i rows23 = _mm_unpacklo_epi16(r[2], r[3]);
-  const __m256 first = _mm256_cvtph_ps(_mm_unpacklo_epi32(rows01, rows23));
-  const __m256 second = _mm256_cvtph_ps(_mm_unpackhi_epi32(rows01, rows23));
-  out[0] = _mm256_castps256_ps128(first);
-  out[1] = _mm256_extractf128_ps(first, 1);
-  out[2] = _mm256_castps256_ps128(second);
-  out[3] = _mm256_extractf128_ps(second, 1);
+  const __m128i first = _mm_unpacklo_epi32(rows01, rows23);
+  const __m128i second = _mm_unpackhi_epi32(rows01, rows23);
+#if defined(KVCONV_USE_AVX512)
+  store(target, _mm512_cvtph_ps(_mm256_set_m128i(second, first)));
+#else
+  store(target, _mm256_cvtph_ps(first));
+  store(target + 8, _mm256_cvtph_ps(second));
+#endif
 }
 
 #else
@@ -50,16 +55,12 @@ static inline Four sub_four(Four a, Four b) { return sub(a, b); }
 static inline Four mul_four(Four a, Four b) { return mul(a, b); }
 static inline Four fma_four(Four a, Four b, Four c) { return fma(a, b, c); }
 
-static inline void transpose_floats(const float* const* rows, std::int64_t offset, Four* out) {
-  for (int i = 0; i < 4; ++i) {
-    for (int row = 0; row < 4; ++row) out[i][row] = rows[row][offset + i];
-  }
+static inline void transpose_fours(const float* const* rows, std::int64_t offset, float* target) {
+  for (int i = 0; i < 16; ++i) target[i] = rows[i % 4][offset + i / 4];
 }
-static inline void transpose_float16(const std::uint16_t* const* rows, std::int64_t offset,
-                                     Four* out) {
-  for (int i = 0; i < 4; ++i) {
-    for (int row = 0; row < 4; ++row) out[i][row] = float16_to_float(rows[row][offset + i]);
-  }
+static inline void transpose_fours(const std::uint16_t* const* rows, std::int64_t offset,
+                                   float* target) {
+  for (int i = 0; i < 16; ++i) target[i] = float16_to_float(rows[i % 4][offset + i / 4]);
 }
 
 #endif
