@@ -19,6 +19,7 @@ struct FlashAttentionOp : ort::CustomOp {
 // A node of a session.
 struct FlashAttentionNode {
   const ort::Api* api;
+  InputReader<kNumAttentionInputs> reader;
   AttentionAttributes attributes;
   DataType activation_type;
   DataType cache_type;
@@ -31,7 +32,7 @@ bool is_float(ort::ElementType type) {
 void compute(const FlashAttentionNode& node, ort::KernelContext* context) {
   // 1. Read and check everything, before anything is written.
   AttentionInputs inputs;
-  for (std::size_t i = 0; i < inputs.size(); ++i) inputs[i] = read_input(node.api, context, i);
+  for (std::size_t i = 0; i < inputs.size(); ++i) inputs[i] = node.reader(context, i);
   AttentionParams p = check_inputs(node.attributes, inputs, node.activation_type, node.cache_type);
 
   // 2. The outputs. Where the caller bound past and present to one buffer, they are one here.
@@ -88,7 +89,8 @@ ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort
                   "; this version of the op library takes float32, float16 and bfloat16 caches."),
              ort::kNotImplemented);
     }
-    *node = new FlashAttentionNode{api, read_attributes(api, info), data_type(self->activation),
+    *node = new FlashAttentionNode{api, InputReader<kNumAttentionInputs>(api, info),
+                                   read_attributes(api, info), data_type(self->activation),
                                    data_type(self->cache)};
   });
 }

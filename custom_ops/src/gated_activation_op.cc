@@ -37,7 +37,7 @@ Activation read_activation(const ort::Api* api, const ort::KernelInfo* info) {
 void compute(const GatedActivationNode& node, ort::KernelContext* context) {
   const Tensor input = read_input(node.api, context, 0);
   require_type(input, "input", element_type(node.type));
-  std::vector<std::int64_t> shape = input.shape;
+  Shape shape = input.shape;
   if (shape.empty() || shape.back() % 2 != 0) {
     refuse(text("input has shape ", shape_text(shape),
                 "; its last dimension must be even: gate, then up."));
@@ -46,8 +46,7 @@ void compute(const GatedActivationNode& node, ort::KernelContext* context) {
 
   GatedActivationParams p;
   p.size = shape.back();
-  p.num_rows = 1;
-  for (std::size_t axis = 0; axis + 1 < shape.size(); ++axis) p.num_rows *= shape[axis];
+  p.num_rows = shape.num_rows();
   p.activation = node.activation;
   p.type = node.type;
   p.input = input.data;

@@ -26,18 +26,18 @@ struct GatherOp : ort::CustomOp {
 
 struct GatherNode {
   const ort::Api* api;
+  InputReader<kNumGatherInputs> inputs;
   QuantizedMatrix weights;  // as far as the attributes tell
 };
 
 void compute(const GatherNode& node, ort::KernelContext* context) {
   QuantizedMatrix weights = node.weights;
-  const Tensor indices = read_input(node.api, context, kGatherIndices);
+  const Tensor indices = node.inputs(context, kGatherIndices);
   if (!indices.exists) refuse("indices is absent; it is required.");
   require_type(indices, "indices", ort::kInt64);
-  read_quantized_inputs(read_input(node.api, context, kGatherData),
-                        read_input(node.api, context, kGatherScales),
-                        read_input(node.api, context, kGatherZeroPoints), kInputNames, &weights);
-  std::vector<std::int64_t> shape = indices.shape;
+  read_quantized_inputs(node.inputs(context, kGatherData), node.inputs(context, kGatherScales),
+                        node.inputs(context, kGatherZeroPoints), kInputNames, &weights);
+  Shape shape = indices.shape;
   std::int64_t count = 1;
   for (const std::int64_t dim : shape) count *= dim;
   const auto* given = static_cast<const std::int64_t*>(indices.data);
@@ -62,7 +62,7 @@ ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort
   return guarded(api, kName, [&] {
     QuantizedMatrix weights = read_quantized_attributes(api, info, false);
     weights.scale_type = data_type(static_cast<const GatherOp*>(op)->scale);
-    *node = new GatherNode{api, weights};
+    *node = new GatherNode{api, InputReader<kNumGatherInputs>(api, info), weights};
   });
 }
 

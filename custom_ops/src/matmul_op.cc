@@ -28,6 +28,7 @@ struct MatMulOp : ort::CustomOp {
 // A node of a session: a run's parameters as far as the attributes tell them.
 struct MatMulNode {
   const ort::Api* api;
+  InputReader<kNumMatMulInputs> inputs;
   MatMulParams params;
 };
 
@@ -35,13 +36,12 @@ void compute(const MatMulNode& node, ort::KernelContext* context) {
   // 1. Read and check everything, before anything is written.
   MatMulParams p = node.params;
   QuantizedMatrix& w = p.weights;
-  const Tensor a = read_input(node.api, context, kMatMulA);
-  const Tensor bias = read_input(node.api, context, kMatMulBias);
+  const Tensor a = node.inputs(context, kMatMulA);
+  const Tensor bias = node.inputs(context, kMatMulBias);
   const ort::ElementType activation = element_type(p.activation_type);
   require_type(a, "A", activation);
-  read_quantized_inputs(read_input(node.api, context, kMatMulB),
-                        read_input(node.api, context, kMatMulScales),
-                        read_input(node.api, context, kMatMulZeroPoints), kInputNames, &w);
+  read_quantized_inputs(node.inputs(context, kMatMulB), node.inputs(context, kMatMulScales),
+                        node.inputs(context, kMatMulZeroPoints), kInputNames, &w);
   if (a.shape.empty() || a.shape.back() != w.columns) {
     refuse(text("A has shape ", shape_text(a.shape), "; its last dimension must be K ", w.columns,
                 "."));
@@ -53,13 +53,12 @@ void compute(const MatMulNode& node, ort::KernelContext* context) {
           text("bias has shape ", shape_text(bias.shape), "; it must be [N] with N ", w.rows, "."));
     }
   }
-  p.num_rows = 1;
-  for (std::size_t axis = 0; axis + 1 < a.shape.size(); ++axis) p.num_rows *= a.shape[axis];
+  p.num_rows = a.shape.num_rows();
   p.a = a.data;
   p.bias = bias.data;
 
   // 2. The output.
-  std::vector<std::int64_t> shape = a.shape;
+  Shape shape = a.shape;
   shape.back() = w.rows;
   p.output = make_output(node.api, context, 0, shape);
   if (p.num_rows == 0) return;
@@ -87,7 +86,7 @@ ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort
                   "; it must be 1 (float32 activations) or 4 (int8 activations)."));
     }
     p.quantizes_activations = accuracy_level == 4;
-    *node = new MatMulNode{api, p};
+    *node = new MatMulNode{api, InputReader<kNumMatMulInputs>(api, info), p};
   });
 }
 

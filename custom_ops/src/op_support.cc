@@ -39,7 +39,36 @@ std::int64_t num_workers() {
 
 }  // namespace
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
+Shape::Shape(std::initializer_list<std::int64_t> dims) {
+  for (const std::int64_t dim : dims) push_back(dim);
+}
+
+bool Shape::operator==(const Shape& other) const {
+  return std::equal(begin(), end(), other.begin(), other.end());
+}
+
+void Shape::resize(std::size_t rank) {
+  if (rank > kMaxRank) {
+    refuse(text("a tensor has rank ", rank, "; this op takes at most ", kMaxRank, "."));
+  }
+  rank_ = rank;
+}
+
+void Shape::push_back(std::int64_t dim) {
+  resize(rank_ + 1);
+  back() = dim;
+}
+
+std::int64_t Shape::num_rows() const {
+  std::int64_t product = 1;
+  for (std::size_t axis = 0; axis + 1 < rank_; ++axis) {
+    if (dims_[axis] == 0) return 0;
+    product *= dims_[axis];
+  }
+  return product;
+}
+
+std::string shape_text(std::span<const std::int64_t> shape) {
   std::string result = "[";
   for (std::size_t i = 0; i < shape.size(); ++i) {
     result += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
@@ -69,10 +98,10 @@ void require_type(const Tensor& tensor, const char* name, ort::ElementType type)
   refuse(text(name, " has ONNX element type ", tensor.type, "; this node takes ", type, "."));
 }
 
-Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index) {
+namespace {
+
+Tensor read_value(const ort::Api* api, const ort::Value* value) {
   Tensor tensor;
-  const ort::Value* value = nullptr;
-  throw_if_failed(ort::get_input(api, context, index, &value));
   if (value == nullptr) return tensor;
   tensor.exists = true;
 
@@ -95,8 +124,23 @@ Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::s
   return tensor;
 }
 
+}  // namespace
+
+Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index) {
+  const ort::Value* value = nullptr;
+  throw_if_failed(ort::get_input(api, context, index, &value));
+  return read_value(api, value);
+}
+
+Tensor read_constant(const ort::Api* api, const ort::KernelInfo* info, std::size_t index) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  throw_if_failed(ort::get_constant_input(api, info, index, &is_constant, &value));
+  return read_value(api, is_constant != 0 ? value : nullptr);
+}
+
 void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t index,
-                  const std::vector<std::int64_t>& shape) {
+                  const Shape& shape) {
   ort::Value* value = nullptr;
   throw_if_failed(ort::get_output(api, context, index, shape.data(), shape.size(), &value));
   if (value == nullptr) {

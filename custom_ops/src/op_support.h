@@ -1,14 +1,16 @@
 // What an op's face needs from ONNX Runtime: errors that become statuses, and tensors.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <new>
+#include <span>
 #include <sstream>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "kvconv/kernel.h"
 #include "kvconv/ort_abi.h"
@@ -63,16 +65,49 @@ ort::Status* guarded(const ort::Api* api, const char* who, const Body& body) noe
   }
 }
 
+// The dimensions of a tensor, held in place: an op reads several at every run.
+class Shape {
+ public:
+  static constexpr std::size_t kMaxRank = 8;
+
+  Shape() = default;
+  Shape(std::initializer_list<std::int64_t> dims);
+
+  std::size_t size() const { return rank_; }
+  bool empty() const { return rank_ == 0; }
+  std::int64_t* data() { return dims_.data(); }
+  const std::int64_t* data() const { return dims_.data(); }
+  std::int64_t* begin() { return data(); }
+  std::int64_t* end() { return data() + rank_; }
+  const std::int64_t* begin() const { return data(); }
+  const std::int64_t* end() const { return data() + rank_; }
+  std::int64_t operator[](std::size_t axis) const { return dims_[axis]; }
+  std::int64_t& back() { return dims_[rank_ - 1]; }
+  std::int64_t back() const { return dims_[rank_ - 1]; }
+  bool operator==(const Shape& other) const;
+
+  // Refuses more than kMaxRank; new dimensions are 0.
+  void resize(std::size_t rank);
+  void push_back(std::int64_t dim);
+
+  // The product of all dimensions but the last.
+  std::int64_t num_rows() const;
+
+ private:
+  std::array<std::int64_t, kMaxRank> dims_ = {};
+  std::size_t rank_ = 0;
+};
+
 // An input as the graph gives it; an absent optional input has no value.
 struct Tensor {
   bool exists = false;
   ort::ElementType type = ort::kFloat32;
-  std::vector<std::int64_t> shape;
+  Shape shape;
   const void* data = nullptr;  // may be null when the tensor has no elements
 };
 
 // A shape as complaints spell it: [2, 3].
-std::string shape_text(const std::vector<std::int64_t>& shape);
+std::string shape_text(std::span<const std::int64_t> shape);
 
 // The floating-point types of kernels and of ONNX.
 ort::ElementType element_type(DataType type);
@@ -83,9 +118,30 @@ void require_type(const Tensor& tensor, const char* name, ort::ElementType type)
 
 Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index);
 
+// An input that is a constant of the graph; any other counts as absent.
+Tensor read_constant(const ort::Api* api, const ort::KernelInfo* info, std::size_t index);
+
+// Reads a node's inputs. Constants, which stay where they are as long as the session lives, are
+// read once: asking ONNX Runtime for a tensor takes as long as a short row of arithmetic.
+template <std::size_t count>
+class InputReader {
+ public:
+  InputReader(const ort::Api* api, const ort::KernelInfo* info) : api_(api) {
+    for (std::size_t i = 0; i < count; ++i) constants_[i] = read_constant(api, info, i);
+  }
+
+  Tensor operator()(const ort::KernelContext* context, std::size_t index) const {
+    return constants_[index].exists ? constants_[index] : read_input(api_, context, index);
+  }
+
+ private:
+  const ort::Api* api_;
+  std::array<Tensor, count> constants_;
+};
+
 // Makes output `index` with the shape and returns its memory; null when it has no elements.
 void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t index,
-                  const std::vector<std::int64_t>& shape);
+                  const Shape& shape);
 
 // An attribute's value, or the default where the node has no such attribute. A value of another
 // type is an OpError.

@@ -18,13 +18,14 @@ constexpr const char* kName = "kvconv::SkipRMSNormalization";
 
 struct SkipNormNode {
   const ort::Api* api;
+  InputReader<3> inputs;
   float epsilon;
 };
 
 void compute(const SkipNormNode& node, ort::KernelContext* context) {
-  const Tensor input = read_input(node.api, context, 0);
-  const Tensor skip = read_input(node.api, context, 1);
-  const Tensor weight = read_input(node.api, context, 2);
+  const Tensor input = node.inputs(context, 0);
+  const Tensor skip = node.inputs(context, 1);
+  const Tensor weight = node.inputs(context, 2);
   require_type(input, "input", ort::kFloat32);
   require_type(skip, "skip", ort::kFloat32);
   require_type(weight, "weight", ort::kFloat32);
@@ -32,14 +33,13 @@ void compute(const SkipNormNode& node, ort::KernelContext* context) {
     refuse(text("input has shape ", shape_text(input.shape), " and skip ", shape_text(skip.shape),
                 "; both must be [.., width]."));
   }
-  if (weight.shape != std::vector<std::int64_t>{input.shape.back()}) {
+  if (weight.shape != Shape{input.shape.back()}) {
     refuse(text("weight has shape ", shape_text(weight.shape), ", input ", shape_text(input.shape),
                 "; weight must be as wide as input."));
   }
   SkipNormParams p;
   p.width = input.shape.back();
-  p.num_rows = 1;
-  for (std::size_t axis = 0; axis + 1 < input.shape.size(); ++axis) p.num_rows *= input.shape[axis];
+  p.num_rows = input.shape.num_rows();
   p.epsilon = node.epsilon;
   p.input = static_cast<const float*>(input.data);
   p.skip = static_cast<const float*>(skip.data);
@@ -70,7 +70,7 @@ struct SkipNormOp : ort::CustomOp {
         if (!(epsilon >= 0.0F && std::isfinite(epsilon))) {
           refuse(text("epsilon is ", epsilon, "; it must be a number of at least 0."));
         }
-        *node = new SkipNormNode{api, epsilon};
+        *node = new SkipNormNode{api, InputReader<3>(api, info), epsilon};
       });
     };
     kernel_compute_v2 = [](void* node, ort::KernelContext* context) {

@@ -37,6 +37,7 @@ def gather_inputs() -> Inputs:
 
 MATMUL_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
     "A width": ({"A": zeros(2, 71)}, ["A", "[2, 71]", "K 70"]),
+    "A rank": ({"A": zeros(1, 1, 1, 1, 1, 1, 1, 2, 70)}, ["rank 9", "at most 8"]),
     "A scalar": ({"A": zeros()}, ["A", "[]", "K 70"]),
     "B rank": ({"B": zeros(6, 3, 16, kind="uint8")}, ["B", "rank 3", "rank 2"]),
     "B rows": ({"B": zeros(5, 48, kind="uint8")}, ["B", "is 5", "must be 6"]),
@@ -54,6 +55,10 @@ GATHER_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
     "data bytes": ({"data": zeros(6, 47, kind="uint8")}, ["data", "is 47", "must be 48"]),
     "scales rows": ({"scales": zeros(5, 3)}, ["scales", "is 5", "must be 6"]),
     "zero points": ({"zero_points": zeros(6, 2)}, ["zero_points", "is 2", "must be 3"]),
+    "indices rank": (
+        {"indices": zeros(1, 1, 1, 1, 1, 1, 1, 1, kind="int64")},
+        ["rank 9", "at most 8"],
+    ),
     "index large": ({"indices": np.array([0, 6])}, ["holds 6", "6 rows", "to 5"]),
     "index small": ({"indices": np.array([-7])}, ["holds -7", "from -6"]),
 }

@@ -75,6 +75,8 @@ inline constexpr Entry<91, Status*(KernelContext*, std::size_t, const std::int64
     get_output;
 inline constexpr Entry<93, void(Status*)> release_status;
 inline constexpr Entry<99, void(TensorInfo*)> release_tensor_info;
+inline constexpr Entry<249, Status*(const KernelInfo*, std::size_t, int*, const Value**)>
+    get_constant_input;
 inline constexpr Entry<274, Status*(const KernelContext*, void (*)(void*, std::size_t), std::size_t,
                                     std::size_t, void*)>
     parallel_for;

@@ -143,7 +143,7 @@ void run(const AttentionParams& p, void* workspace, const ParallelFor& parallel_
 
   // 2. Attention.
   const std::int64_t num_blocks = d.num_heads * d.num_blocks;
-  for_each_task(parallel_for, num_blocks * d.num_splits,
+  for_each_task(d.is_serial ? serial : parallel_for, num_blocks * d.num_splits,
                 [&](std::int64_t worker, std::int64_t task) {
                   attend_task(p, d, task, scratch_of(worker), partials);
                 });

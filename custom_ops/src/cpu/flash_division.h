@@ -20,6 +20,7 @@ constexpr std::int64_t kFewRowsKeyTile = 128;    // the same where rows are few
 constexpr std::int64_t kMinSplitKeys = 64;       // fewer are not worth the combining
 constexpr std::int64_t kSplitUnit = 16;          // keys of a split are a multiple of this
 constexpr std::int64_t kWantedTasks = 64;
+constexpr float kSerialProducts = 48e3F;     // fewer take two threads no less time than one
 constexpr std::int64_t kAppendTokens = 256;  // new tokens that one task appends
 
 static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -29,6 +30,7 @@ struct Division {
   std::int64_t group;       // G
   std::int64_t rows;        // S * G, per batch and key/value head
   bool has_few_rows;        // vectors lie along the heads, otherwise across the rows
+  bool is_serial;           // too little for a second thread
   std::int64_t block_rows;  // rows of a block, padded to whole vectors unless they are few
   std::int64_t num_blocks;  // per batch and key/value head
   std::int64_t num_splits;  // key ranges per block
@@ -52,7 +54,11 @@ Division divide(const AttentionParams& p) {
   const std::int64_t num_tasks = max_of(1, d.num_heads * d.num_blocks);
   std::int64_t keys = p.total_sequence_length;
   if (p.window_size > 0 && p.is_causal) keys = min_of(keys, p.window_size + p.sequence_length);
-  d.num_splits = max_of(1, min_of(kWantedTasks / num_tasks, keys / kMinSplitKeys));
+  const float products = static_cast<float>(d.num_heads * d.rows) * static_cast<float>(keys) *
+                         static_cast<float>(p.head_dim + p.value_head_dim);
+  d.is_serial = products < kSerialProducts;
+  const std::int64_t most_splits = d.is_serial ? 1 : kWantedTasks / num_tasks;
+  d.num_splits = max_of(1, min_of(most_splits, keys / kMinSplitKeys));
   d.key_width = round_up(p.head_dim, kLanes);
   d.value_width = round_up(p.value_head_dim, kLanes);
   return d;

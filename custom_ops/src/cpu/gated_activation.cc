@@ -88,17 +88,27 @@ Vec activate(Vec x) {
   }
 }
 
+template <Activation activation>
+void run_whole_strip(const float* gate, const float* up, float* output) {
+  for (std::int64_t i = 0; i < kStrip; i += kLanes) {
+    store(output + i, mul(activate<activation>(load(gate + i)), load(up + i)));
+  }
+}
+
 // `count` elements, at most kStrip.
 template <Activation activation>
 void run_strip(const char* gate, const char* up, char* output, DataType type, std::int64_t count) {
+  if (type == DataType::kFloat32 && count == kStrip) {
+    return run_whole_strip<activation>(reinterpret_cast<const float*>(gate),
+                                       reinterpret_cast<const float*>(up),
+                                       reinterpret_cast<float*>(output));
+  }
   float gates[kStrip];
   float ups[kStrip];
   for (std::int64_t i = count; i < kStrip; ++i) gates[i] = ups[i] = 0.0F;
   widen(gate, type, gates, count);
   widen(up, type, ups, count);
-  for (std::int64_t i = 0; i < kStrip; i += kLanes) {
-    store(gates + i, mul(activate<activation>(load(gates + i)), load(ups + i)));
-  }
+  run_whole_strip<activation>(gates, ups, gates);
   narrow(gates, output, type, count);
 }
 
@@ -108,19 +118,24 @@ void run_rows(const GatedActivationParams& p, const ParallelFor& parallel_for) {
   const std::int64_t strips_per_row = (p.size + kStrip - 1) / kStrip;
   const std::int64_t num_strips = p.num_rows * strips_per_row;
   const std::int64_t strips_per_task = kElementsPerTask / kStrip;
+  const char* input = static_cast<const char*>(p.input);
+  char* output = static_cast<char*>(p.output);
   for_each_task(parallel_for, (num_strips + strips_per_task - 1) / strips_per_task,
                 [&](std::int64_t, std::int64_t task) {
-                  const std::int64_t end = min_of(num_strips, (task + 1) * strips_per_task);
-                  for (std::int64_t strip = task * strips_per_task; strip < end; ++strip) {
-                    const std::int64_t row = strip / strips_per_row;
-                    const std::int64_t column = strip % strips_per_row * kStrip;
-                    const std::int64_t gate = row * 2 * p.size + column;
-                    const char* input = static_cast<const char*>(p.input);
-                    char* output =
-                        static_cast<char*>(p.output) + (row * p.size + column) * element_bytes;
-                    run_strip<activation>(input + gate * element_bytes,
-                                          input + (gate + p.size) * element_bytes, output, p.type,
+                  const std::int64_t first = task * strips_per_task;
+                  const std::int64_t end = min_of(num_strips, first + strips_per_task);
+                  std::int64_t row = first / strips_per_row;
+                  std::int64_t column = first % strips_per_row * kStrip;
+                  for (std::int64_t strip = first; strip < end; ++strip) {
+                    const char* gate = input + (row * 2 * p.size + column) * element_bytes;
+                    run_strip<activation>(gate, gate + p.size * element_bytes,
+                                          output + (row * p.size + column) * element_bytes, p.type,
                                           min_of(kStrip, p.size - column));
+                    column += kStrip;
+                    if (column >= p.size) {
+                      column = 0;
+                      ++row;
+                    }
                   }
                 });
 }

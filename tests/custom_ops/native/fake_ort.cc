@@ -105,6 +105,14 @@ ort::Status* get_string(const ort::KernelInfo* info, const char* name, char* out
   return nullptr;
 }
 
+ort::Status* get_constant(const ort::KernelInfo* info, std::size_t index, int* is_constant,
+                          const ort::Value** value) {
+  const std::vector<FakeTensor*>& constants = info_of(info).constants;
+  *is_constant = index < constants.size() && constants[index] != nullptr ? 1 : 0;
+  if (*is_constant != 0) *value = reinterpret_cast<const ort::Value*>(constants[index]);
+  return nullptr;
+}
+
 FakeContext& context_of(const ort::KernelContext* context) {
   return *reinterpret_cast<FakeContext*>(const_cast<ort::KernelContext*>(context));
 }
@@ -196,6 +204,7 @@ const ort::Api* fake_api() {
     fill(slots, ort::get_attribute_float, get_float);
     fill(slots, ort::get_attribute_int64, get_int);
     fill(slots, ort::get_attribute_string, get_string);
+    fill(slots, ort::get_constant_input, get_constant);
     fill(slots, ort::get_input, get_input);
     fill(slots, ort::get_output, get_output);
     fill(slots, ort::parallel_for, parallel_for);

@@ -24,11 +24,12 @@ struct FakeTensor {
   std::unique_ptr<unsigned char[]> data;
 };
 
-// A node's attributes.
+// A node's attributes, and its inputs that are constants of the graph.
 struct FakeInfo {
   std::map<std::string, std::int64_t> ints;
   std::map<std::string, float> floats;
   std::map<std::string, std::string> strings;
+  std::vector<FakeTensor*> constants;  // by input; null = not a constant; may be shorter
 };
 
 // One run: what the op reads, and what it makes.
