@@ -298,17 +298,17 @@ class Generator:
             mask[row.index, :padding] = 0
         # 2. Run what is not cached of the prompts; these logits' memory serves every step.
         logits = self.prefill(cache, input_ids[:, cache.length :], mask)
-        token_ids = np.full(len(rows), _PADDING_ID, np.int64)
+        token_ids = [_PADDING_ID] * len(rows)
         step = self.session.decode_step(cache, mask, logits)
         while True:
             # 3. Choose a token for each row that goes on; the others are fed padding.
             for row in rows:
-                if row.finish_reason is None:
-                    event = row.step(logits[row.index, -1])
-                    is_done = event.finish_reason is not None
-                    token_ids[row.index] = _PADDING_ID if is_done else event.token_id
-                    yield event
-            if all(row.finish_reason is not None for row in rows):
+                event = row.step(logits[row.index, -1])
+                is_done = event.finish_reason is not None
+                token_ids[row.index] = _PADDING_ID if is_done else event.token_id
+                yield event
+            rows = [row for row in rows if row.finish_reason is None]
+            if not rows:
                 return
             # 4. Run the chosen tokens.
             step.run(token_ids)

@@ -99,9 +99,10 @@ class Sampler:
         for processor in self._processors:
             logits = processor(token_ids, logits)
         best = int(logits.argmax())
-        if not math.isfinite(logits[best]):
+        largest = logits.item(best)
+        if not math.isfinite(largest):
             raise KvconvError(
-                f"The model's logits hold {logits[best]}. Run `kvconv verify` on the bundle, or "
+                f"The model's logits hold {largest}. Run `kvconv verify` on the bundle, or "
                 f"export it with --dtype float32."
             )
         if self._random is None:

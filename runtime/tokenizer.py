@@ -14,8 +14,8 @@ from kvconv.names import TOKENIZER_FILE
 from kvconv.runtime.bundle import Bundle
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MOST_SHOWN = 16
-"""Ids that a `Detokenizer` keeps as a beginning: a few cost nothing, and cutting them a call."""
+_MOST_SHOWN = 2
+"""Ids that a `Detokenizer` keeps as a beginning: each is decoded again with every new one."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -103,14 +103,21 @@ class Tokenizer:
 
         Models often know more ids than their tokenizer, to round the vocabulary up.
         """
-        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
+        return self.is_special(token_id) or self._backend.id_to_token(token_id) is None
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether an id is a special token; quicker than `is_silent`."""
+        return token_id in self._special_ids
 
     def may_change(self, token_id: int, text: str) -> bool:
         """Return whether text that ends with this id may still change when more ids follow."""
         if text.endswith(_REPLACEMENT):
             return True
-        token = self._backend.id_to_token(token_id) if self._has_byte_tokens else None
-        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+        if not self._has_byte_tokens:
+            return False
+        token = self._backend.id_to_token(token_id)
+        # An id without a token does not end a run of bytes.
+        return token is None or _BYTE_TOKEN.fullmatch(token) is not None
 
 
 class Detokenizer:
@@ -129,13 +136,16 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Take one more id and return the text that became certain, possibly empty."""
-        # Special tokens have no text, and a beginning without text would lose the space.
-        if self._tokenizer.is_silent(token_id):
+        # Ids without text are not kept: a beginning without text would lose the space. Whether an
+        # id is one is asked late, because most have a text to show.
+        if self._tokenizer.is_special(token_id):
             return ""
         self._ids.append(token_id)
         text = self._tokenizer.detokenize(self._ids)
         piece = text[len(self._shown_text) :]
         if not piece or self._tokenizer.may_change(token_id, text):
+            if self._tokenizer.is_silent(token_id):
+                self._ids.pop()
             return ""
         if len(self._ids) > _MOST_SHOWN:
             del self._ids[: self._num_shown]

@@ -81,7 +81,8 @@ class ScriptedSession:
             @staticmethod
             def run(token_ids):
                 mask = attention_mask[:, : cache.length + 1]
-                self.run(cache, token_ids[:, np.newaxis], attention_mask=mask, out=logits)
+                ids = np.array(token_ids)[:, np.newaxis]
+                self.run(cache, ids, attention_mask=mask, out=logits)
 
         return Step
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvconv import names
-from kvconv.errors import CacheFullError
+from kvconv.errors import CacheFullError, KvconvError
 from kvconv.runtime import Bundle, Session
 from tiny_bundle import VOCAB_SIZE, TinyDecoder, write_bundle
 
@@ -53,6 +53,34 @@ def test_steps_of_a_padded_batch_equal_single_rows(session):
         step.run(np.array([token, token + 1, token + 2]))
         for row, prompt in enumerate(prompts):
             assert np.abs(logits[row, 0] - DECODER.reference(prompt)[-1]).max() <= TOLERANCE
+
+
+def test_many_steps_equal_the_reference(session):
+    prompts = [TOKENS[:5], TOKENS[3:8]]
+    _, step, logits = started(session, prompts, capacity=48)
+    for i in range(43):
+        prompts = [[*prompt, (7 * i + row) % 256] for row, prompt in enumerate(prompts)]
+        step.run([prompt[-1] for prompt in prompts])
+    for row, prompt in enumerate(prompts):
+        assert np.abs(logits[row, 0] - DECODER.reference(prompt)[-1]).max() <= TOLERANCE
+
+
+def test_step_that_failed_can_be_run_again(session):
+    cache, step, logits = started(session, [TOKENS[:4]])
+    execute = step._execute
+
+    def fail(binding):
+        raise KvconvError("failed")
+
+    step._execute = fail
+    with pytest.raises(KvconvError, match="failed"):
+        step.run([5])
+    assert cache.length == 4
+    step._execute = execute
+    step.run([5])
+    step.run([6])
+    expected = DECODER.reference([*TOKENS[:4], 5, 6])[-1]
+    assert np.abs(logits[0, 0] - expected).max() <= TOLERANCE
 
 
 def test_ids_and_positions_stay_bound_to_one_memory(session):
