@@ -96,4 +96,4 @@ class DecodeStep:
 
 def _numbers(array: npt.NDArray[np.int64]) -> memoryview:
     """Return the numbers of a contiguous array, which may be written to, in one row."""
-    return memoryview(array).cast("B").cast("q")
+    return array.data.cast("B").cast("q")

@@ -268,7 +268,7 @@ void check_bias(const Checker& check, AttentionParams* p) {
     if (size != 1 && !fits) {
       refuse(text("attention_bias has shape ", shape_text(bias.shape), ": dimension ", rank - 1 - i,
                   " is ", size, " and must be 1 or ", target[axis], ", to broadcast to ",
-                  shape_text({target[0], target[1], target[2], target[3]}), "."));
+                  shape_text(target), "."));
     }
     p->bias_strides[axis] = size == 1 ? 0 : stride;
     stride *= size;

@@ -68,7 +68,7 @@ std::int64_t Shape::num_rows() const {
   return product;
 }
 
-std::string shape_text(const Shape& shape) {
+std::string shape_text(std::span<const std::int64_t> shape) {
   std::string result = "[";
   for (std::size_t i = 0; i < shape.size(); ++i) {
     result += (i == 0 ? "" : ", ") + std::to_string(shape[i]);

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <memory>
 #include <new>
+#include <span>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -76,6 +77,8 @@ class Shape {
   bool empty() const { return rank_ == 0; }
   std::int64_t* data() { return dims_.data(); }
   const std::int64_t* data() const { return dims_.data(); }
+  std::int64_t* begin() { return data(); }
+  std::int64_t* end() { return data() + rank_; }
   const std::int64_t* begin() const { return data(); }
   const std::int64_t* end() const { return data() + rank_; }
   std::int64_t operator[](std::size_t axis) const { return dims_[axis]; }
@@ -104,7 +107,7 @@ struct Tensor {
 };
 
 // A shape as complaints spell it: [2, 3].
-std::string shape_text(const Shape& shape);
+std::string shape_text(std::span<const std::int64_t> shape);
 
 // The floating-point types of kernels and of ONNX.
 ort::ElementType element_type(DataType type);

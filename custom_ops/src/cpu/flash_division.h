@@ -20,7 +20,7 @@ constexpr std::int64_t kFewRowsKeyTile = 128;    // the same where rows are few
 constexpr std::int64_t kMinSplitKeys = 64;       // fewer are not worth the combining
 constexpr std::int64_t kSplitUnit = 16;          // keys of a split are a multiple of this
 constexpr std::int64_t kWantedTasks = 64;
-constexpr float kSerialProducts = 256e3F;    // fewer are done before a second thread has woken
+constexpr float kSerialProducts = 48e3F;     // fewer take two threads no less time than one
 constexpr std::int64_t kAppendTokens = 256;  // new tokens that one task appends
 
 static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
