@@ -180,11 +180,12 @@ def test_standard_and_flash_agree_in_concat_mode_in_plain_onnxruntime(export):
     flash = _run_concat(export("smollm2"), ids, mask, library=custom_ops.library_path())
     for wanted, found in zip(standard, flash, strict=True):
         valid = mask[:, -wanted.shape[1] :] == 1
-        np.testing.assert_allclose(found[valid], wanted[valid], atol=2e-4, rtol=0)
+        # Twice what either may be off PyTorch.
+        np.testing.assert_allclose(found[valid], wanted[valid], atol=4e-4, rtol=0)
 
 
 def test_gqa_gives_the_tokens_of_flash(export, tmp_path):
-    """The flash bundle's nodes become gqa's, over the same weights."""
+    """The flash bundle's attention becomes gqa's, over the same weights; its other ops stay."""
     flash = export("smollm2")
     manifest = read_manifest(flash)
     graph = read_graph(flash / MODEL_FILE)
@@ -199,7 +200,6 @@ def test_gqa_gives_the_tokens_of_flash(export, tmp_path):
     dataclasses.replace(
         manifest,
         attention="gqa",
-        op_version=None,
         inputs=tuple(name for name in manifest.inputs if name != POSITION_IDS),
         files={**manifest.files, MODEL_FILE: file_entry(tmp_path / MODEL_FILE)},
     ).write(tmp_path)
