@@ -43,9 +43,8 @@ def test_steps_equal_the_reference_and_write_into_one_array(session):
         assert cache.length == end
 
 
+@pytest.mark.parametrize("session", ["standard", "flash"], indirect=True)  # gqa takes no padding
 def test_steps_of_a_padded_batch_equal_single_rows(session):
-    if session.manifest.attention == "gqa":
-        pytest.skip("gqa takes no padding")
     prompts = [TOKENS[:5], TOKENS[3:5], TOKENS[:1]]
     _, step, logits = started(session, prompts)
     for token in (7, 9, 200):
