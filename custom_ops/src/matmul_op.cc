@@ -1,15 +1,14 @@
 // kvconv::MatMulNBits towards ONNX Runtime: activations times quantised weights.
 //
 //   A            [.., K] float32 or float16
-//   B            [ceil(N / 16), ceil(K / block_size) * block_size * bits / 32, 16, 4] uint8: the
-//   words
-//                of 16 rows side by side (see kvconv/quantized.h)
+//   B            [ceil(N / 16), ceil(K / block_size) * block_size * bits / 32, 16, 4] uint8:
+//                groups of 16 rows, the words of which lie side by side; see kvconv/quantized.h
 //   scales       [ceil(N / 16), ceil(K / block_size), 16] float32 or float16
 //   zero_points  as scales; absent = 2^(bits - 1)
 //   bias         [N] of A's type; may be absent
 //   Y            [.., N] of A's type
-//   K, N, bits (4 or 8), block_size, accuracy_level (1 = float32 activations, 2 =
-//   16-bit integers, 4 = 8-bit ones)
+//   K, N, bits (4 or 8), block_size
+//   accuracy_level: activations are float32 (1), 16-bit integers (2) or 8-bit ones (4)
 #include "matmul_op.h"
 
 #include "kvconv/quantized.h"

@@ -21,8 +21,10 @@ std::int64_t read_size(const ort::Api* api, const ort::KernelInfo* info, const c
 void require_shape(const Tensor& tensor, const char* name, const Shape& expected,
                    const char* axes) {
   if (tensor.shape == expected) return;
+  // Version 1 of the operators had a row of this matrix to a row of the tensor.
+  const char* remedy = tensor.shape.size() == 2 ? " Export the model again." : "";
   refuse(text(name, " has shape ", shape_text(tensor.shape), "; it must be ", shape_text(expected),
-              ", ", axes, ". A model of an earlier version must be exported again."));
+              ": ", axes, ".", remedy));
 }
 
 }  // namespace

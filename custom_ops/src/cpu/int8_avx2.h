@@ -6,13 +6,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "int8_pairs.h"
+
 namespace kvconv {
 
 constexpr int kTileRows = 3;
-
-// Sums are pairs of 16 bits: enough for 32 products of 4 bits with int8, two pairs a word, once
-// the middle is subtracted; what is in between may wrap.
-constexpr bool kSplitsBytes = true;
 
 using Words = __m256i;
 using Sums = __m256i;
@@ -32,11 +30,6 @@ static inline Words subtract_bytes(Words w, int number) {
   return _mm256_sub_epi8(w, _mm256_set1_epi8(static_cast<char>(number)));
 }
 
-static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
-  const std::uint32_t low = static_cast<std::uint16_t>(-middle * pairs[0]);
-  const std::uint32_t high = static_cast<std::uint16_t>(-middle * pairs[1]);
-  return static_cast<std::int32_t>(low | (high << 16));
-}
 static inline Sums set_sums(std::int32_t start) { return _mm256_set1_epi32(start); }
 static inline Integers add_integers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
 static inline Vec to_float(Integers i) { return _mm256_cvtepi32_ps(i); }
@@ -76,12 +69,7 @@ static inline void store_bytes(__m256i first, __m256i second, std::int8_t* out,
   const __m128i bytes =
       _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
-  __m128i sums = _mm_maddubs_epi16(_mm_set1_epi8(1), bytes);
-  sums = _mm_add_epi16(sums, _mm_shuffle_epi32(sums, 0x4E));
-  sums = _mm_add_epi16(sums, _mm_shuffle_epi32(sums, 0xB1));
-  const std::int32_t both = _mm_cvtsi128_si32(sums);
-  pairs[0] += static_cast<std::int16_t>(both & 0xFFFF);
-  pairs[1] += both >> 16;
+  add_pairs(bytes, pairs);
 }
 static inline __m256i round_eight(const float* p, float factor) {
   return _mm256_cvtps_epi32(mul(load(p), set(factor)));

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "int8_pairs.h"
+
 namespace kvconv {
 
 constexpr int kTileRows = 6;
@@ -46,15 +48,6 @@ static inline Integers to_integers(Sums s) {
 
 #else
 
-// Sums are pairs of 16 bits: enough for 32 products of 4 bits with int8, two pairs a word, once
-// the middle is subtracted; what is in between may wrap.
-constexpr bool kSplitsBytes = true;
-
-static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
-  const std::uint32_t low = static_cast<std::uint16_t>(-middle * pairs[0]);
-  const std::uint32_t high = static_cast<std::uint16_t>(-middle * pairs[1]);
-  return static_cast<std::int32_t>(low | (high << 16));
-}
 static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
   return _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, activations));
 }
@@ -90,12 +83,7 @@ static inline float largest_magnitude(const float* p) {
 static inline void store_bytes(__m512i integers, std::int8_t* out, std::int32_t* pairs) {
   const __m128i bytes = _mm512_cvtepi32_epi8(integers);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
-  __m128i sums = _mm_maddubs_epi16(_mm_set1_epi8(1), bytes);
-  sums = _mm_add_epi16(sums, _mm_shuffle_epi32(sums, 0x4E));
-  sums = _mm_add_epi16(sums, _mm_shuffle_epi32(sums, 0xB1));
-  const std::int32_t both = _mm_cvtsi128_si32(sums);
-  pairs[0] += static_cast<std::int16_t>(both & 0xFFFF);
-  pairs[1] += both >> 16;
+  add_pairs(bytes, pairs);
 }
 
 static inline void round_to_bytes(const float* p, float factor, std::int8_t* out,

@@ -1,12 +1,12 @@
 // The matrix product over quantised weights. Compiled once per instruction set (KVCONV_USE_...);
 // kernels.cc picks one.
 //
-// The weights are read as they are stored, once per run: a task takes panels of 8 to 32 rows, lanes
-// being rows, and multiplies each with every row of the activations. For a few rows it unpacks the
-// weights as it uses them, for more into memory that stays in the processor's cache. Activations
-// are rounded to integers once per run, in pieces with a scale each; a piece's products are summed
-// exactly, then scaled, piece after piece. All paths sum in that same order, so a row's result has
-// the same bits however many rows there are. Letters: see kvconv/quantized.h.
+// The weights are read as they are stored, once per 512 rows of activations: a task takes panels of
+// 8 to 32 rows, lanes being rows, and multiplies each with all those activations. For a few of them
+// it unpacks the weights as it uses them, for more into memory that stays in the processor's cache.
+// Activations are rounded to integers once per run, in pieces with a scale each; a piece's products
+// are summed exactly, then scaled, piece after piece. All paths sum in that same order, so a row's
+// result has the same bits however many rows there are. Letters: see kvconv/quantized.h.
 //
 // Nothing here may call a shared inline function (no standard containers or algorithms): the
 // linker could pick this file's copy, compiled for newer processors, for everybody.
