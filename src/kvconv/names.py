@@ -23,8 +23,11 @@ OP_DOMAIN = "kvconv"
 OP_NAME = "FlashAttention"
 GATED_ACTIVATION = "GatedActivation"
 SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
-OP_VERSION = 1
-"""Version of the operator domain that this kvconv writes and runs."""
+OP_VERSION = 2
+"""Version of the operator domain that this kvconv writes and runs.
+
+Version 1 had other layouts of quantised weights; all else is the same.
+"""
 
 ORT_DOMAIN = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""
