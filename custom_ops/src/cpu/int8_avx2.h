@@ -1,4 +1,5 @@
-// Products of bytes on vectors of eight sums: AVX2. The interface is described in int8_generic.h.
+// Products of bytes on vectors of eight sums: AVX2, with VNNI where the build has it. The interface
+// is described in int8_generic.h.
 #pragma once
 
 #include <immintrin.h>
@@ -33,19 +34,29 @@ static inline Words subtract_bytes(Words w, int number) {
 static inline Sums set_sums(std::int32_t start) { return _mm256_set1_epi32(start); }
 static inline Integers add_integers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
 static inline Vec to_float(Integers i) { return _mm256_cvtepi32_ps(i); }
+#if defined(KVCONV_USE_VNNI)
+static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
+  return _mm256_dpbusd_avx_epi32(sums, weights, activations);
+}
+template <int factor>
+static inline Integers to_integers(Sums s) {
+  static_assert(factor == 1 || factor == 256);
+  return factor == 1 ? s : _mm256_slli_epi32(s, 8);
+}
+#else
 static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
   return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, activations));
-}
-static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
-  std::int32_t four;
-  std::memcpy(&four, activations, sizeof(four));
-  return multiply_vectors(sums, weights, _mm256_set1_epi32(four));
 }
 template <int factor>
 static inline Integers to_integers(Sums s) {
   return _mm256_madd_epi16(s, _mm256_set1_epi16(factor));
 }
-
+#endif
+static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* activations) {
+  std::int32_t four;
+  std::memcpy(&four, activations, sizeof(four));
+  return multiply_vectors(sums, weights, _mm256_set1_epi32(four));
+}
 template <int byte>
 static inline Vec byte_to_float(Words w) {
   return _mm256_cvtepi32_ps(

@@ -32,11 +32,6 @@ static inline Vec to_float(Integers i) { return _mm512_cvtepi32_ps(i); }
 
 #if defined(KVCONV_USE_VNNI)
 
-constexpr bool kSplitsBytes = false;
-
-static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
-  return -middle * (pairs[0] + pairs[1]);
-}
 static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
   return _mm512_dpbusd_epi32(sums, weights, activations);
 }

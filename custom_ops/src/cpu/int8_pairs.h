@@ -7,7 +7,15 @@
 
 namespace kvconv {
 
-#if !defined(KVCONV_USE_VNNI)
+#if defined(KVCONV_USE_VNNI)
+
+constexpr bool kSplitsBytes = false;
+
+static inline std::int32_t start_of(const std::int32_t* pairs, int middle) {
+  return -middle * (pairs[0] + pairs[1]);
+}
+
+#else
 
 // Sums are pairs of 16 bits: enough for 32 products of 4 bits with int8, two pairs a word, once
 // the middle is subtracted; what is in between may wrap.

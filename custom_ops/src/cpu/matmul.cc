@@ -273,10 +273,12 @@ void run(const MatMulParams& p, void* workspace, const ParallelFor& parallel_for
 
 #if defined(KVCONV_USE_AMX)
 extern const MatMulKernel kMatMulAmx = {"amx", workspace_bytes, run};
-#elif defined(KVCONV_USE_VNNI)
-extern const MatMulKernel kMatMulVnni = {"avx512vnni", workspace_bytes, run};
+#elif defined(KVCONV_USE_AVX512) && defined(KVCONV_USE_VNNI)
+extern const MatMulKernel kMatMulAvx512Vnni = {"avx512vnni", workspace_bytes, run};
 #elif defined(KVCONV_USE_AVX512)
 extern const MatMulKernel kMatMulAvx512 = {"avx512", workspace_bytes, run};
+#elif defined(KVCONV_USE_VNNI)
+extern const MatMulKernel kMatMulAvxVnni = {"avxvnni", workspace_bytes, run};
 #elif defined(KVCONV_USE_AVX2)
 extern const MatMulKernel kMatMulAvx2 = {"avx2", workspace_bytes, run};
 #else
