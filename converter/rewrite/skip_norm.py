@@ -31,7 +31,7 @@ def apply(editor: Editor) -> Outcome:
 def _pattern(norm: gs.Node) -> gs.Node | None:
     """Return the Add whose sum is normed over its last axis."""
     add = producer(norm.inputs[0])
-    if add is None or add.op != "Add" or norm.attrs["axis"] != -1:
+    if add is None or add.op != "Add" or norm.attrs.get("axis", -1) != -1:
         return None
     shape = add.outputs[0].shape
     known = shape is not None and all(t.shape == shape for t in add.inputs)
@@ -48,7 +48,7 @@ def _rewrite(editor: Editor, norm: gs.Node, add: gs.Node) -> None:
         names.SKIP_RMS_NORMALIZATION,
         [*add.inputs, norm.inputs[1]],
         outputs,
-        {"epsilon": norm.attrs["epsilon"]},
+        {"epsilon": norm.attrs.get("epsilon", 1e-5)},
         domain=names.OP_DOMAIN,
     )
     replace_uses(norm.outputs[0], outputs[0])

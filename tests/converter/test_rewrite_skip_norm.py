@@ -1,6 +1,8 @@
 """A residual Add and its norm become one node, whose sum the rest of the graph reads."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,23 +17,35 @@ from rewrite_graphs import BATCH, SEQUENCE, Builder, open_session, run
 WIDTH = 40
 
 
-def build(*, dtype: type = np.float32, skip_shape: Any = (BATCH, SEQUENCE, WIDTH)) -> gs.Graph:
+def build(
+    *,
+    dtype: type = np.float32,
+    skip_shape: Any = (BATCH, SEQUENCE, WIDTH),
+    attrs: Mapping[str, Any] = MappingProxyType({"axis": -1, "epsilon": 0.125}),
+) -> gs.Graph:
     """Return x -> Add -> norm -> Tanh, whose result is added to the sum again."""
     b = Builder(dtype=dtype)
     shape = [BATCH, SEQUENCE, WIDTH]
     x, skip = gs.Variable("x", b.dtype, shape), gs.Variable("skip", b.dtype, list(skip_shape))
     b.graph.inputs = [x, skip]
     total = b.op("Add", x, skip, shape=shape)
-    normed = b.op("RMSNormalization", total, b.weight(WIDTH), shape=shape, axis=-1, epsilon=0.125)
+    normed = b.op("RMSNormalization", total, b.weight(WIDTH), shape=shape, **attrs)
     b.output(b.op("Add", total, b.op("Tanh", normed, shape=shape), shape=shape), "y")
     return b.graph
 
 
-def test_sum_and_norm_become_one_node_with_the_same_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"attrs": {}}], ids=["attributes given", "attributes left to their defaults"]
+)
+def test_sum_and_norm_become_one_node_with_the_same_numbers(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
     random = np.random.default_rng(0)
-    feeds = {name: random.standard_normal((2, 3, WIDTH)).astype("f") for name in ("x", "skip")}
-    before = run(open_session(build(), tmp_path), feeds)["y"]
-    graph = build()
+    # So small that epsilon decides.
+    feeds = {name: random.standard_normal((2, 3, WIDTH)) * 1e-3 for name in ("x", "skip")}
+    feeds = {name: values.astype(np.float32) for name, values in feeds.items()}
+    before = run(open_session(build(**how), tmp_path), feeds)["y"]
+    graph = build(**how)
     assert skip_norm.apply(Editor(graph)).count == 1
     sort(graph)
     assert [node.op for node in graph.nodes] == [names.SKIP_RMS_NORMALIZATION, "Tanh", "Add"]

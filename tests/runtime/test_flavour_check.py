@@ -110,7 +110,7 @@ def test_batch_generates_what_single_prompts_do(generator):
 
 def test_prefill_of_a_batch_is_one_run_where_chunks_are_not_taken(generator):
     tokens = np.array([TOKENS, OTHERS])
-    logits = generator.prefill(generator.session.new_cache(2, 16), tokens, chunk_tokens=5)
+    logits = generator.prefill(generator.session.new_cache(2, 16), tokens, prefill_chunk=5)
     for row, prompt in enumerate((TOKENS, OTHERS)):
         assert_close(logits[row, -1], DECODER.reference(prompt)[-1])
 

@@ -12,8 +12,8 @@ from typing import Any
 from kvconv.bench.measurement import Measurement
 from kvconv.bench.point import Phase
 from kvconv.errors import KvconvError
+from kvconv.plan import PREFILL_CHUNK_TOKENS
 from kvconv.runtime.flavour_check import takes_chunks
-from kvconv.runtime.generator import PREFILL_CHUNK_TOKENS
 
 _RUN = "model_run"
 _OUTSIDE = "outside the nodes"

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from kvconv.errors import KvconvError, MissingDependencyError
+from kvconv.plan import PREFILL_CHUNK_TOKENS
 
 _PIPE_CLOSED = 141  # 128 and SIGPIPE's number
 
@@ -39,7 +40,8 @@ trust_remote_code_option = click.option(
 
 
 prefill_chunk_option = click.option(
-    "--prefill-chunk", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
+    "--prefill-chunk", type=click.IntRange(min=1), default=PREFILL_CHUNK_TOKENS,
+    show_default=True, metavar="N",
     help="Tokens of a prompt that run at once: more take more memory. Changes results by "
     "rounding alone.",
 )  # fmt: skip
