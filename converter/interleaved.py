@@ -187,17 +187,12 @@ def _part(value: ir.Value, numbers: _Array, width: int) -> _Part:
     """Find batch, sequence and columns in what a cut took."""
     steps = (_SIZES[names.DIM_SEQUENCE] * width, width)
     axes = [
-        next(
-            (
-                axis
-                for axis, size in enumerate(numbers.shape)
-                if size == wanted and (np.diff(numbers, axis=axis) == step).all()
-            ),
-            None,
-        )
+        axis
         for wanted, step in zip(_SIZES.values(), steps, strict=True)
+        for axis, size in enumerate(numbers.shape)
+        if size == wanted and (np.diff(numbers, axis=axis) == step).all()
     ]
-    if None in axes:
+    if len(axes) != len(steps):
         raise _UnlikeError
     order = [*axes, *(axis for axis in range(numbers.ndim) if axis not in axes)]
     moved = numbers.transpose(order)
