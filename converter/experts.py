@@ -41,7 +41,10 @@ def _experts(
     # 1. The n * k pairs of a token and an expert, in the order of the experts.
     experts, order = top_k_index.reshape(-1).sort()
     counts = (experts.unsqueeze(-1) == torch.arange(module.num_experts)).sum(0)
-    rows = hidden_states[order // top_k]
+    tokens = torch.onnx.ops.symbolic(
+        "Div", (order, torch.tensor(top_k)), dtype=order.dtype, shape=order.shape
+    )
+    rows = _gather(hidden_states, tokens)
 
     # 2. What each expert makes of its rows.
     if module.has_gate:
@@ -53,9 +56,9 @@ def _experts(
         rows = module.post_expert_norm(rows)
 
     # 3. Weighted, back in the order of the tokens, and summed.
-    rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    rows = rows * _gather(top_k_weights.reshape(-1, 1), order)
     back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))
-    return rows[back].reshape(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+    return _gather(rows, back).reshape(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
 
 
 def _linear(
@@ -85,8 +88,24 @@ def _linear(
         version=1,
     )
     if module.has_bias:
-        product = product + getattr(module, f"{name}_bias")[experts]
+        product = product + _gather(getattr(module, f"{name}_bias"), experts)
     return product
+
+
+def _gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows[index] as one node; indexing is exported with guards against what cannot be.
+
+    Args:
+        rows: [rows, width].
+        index: [n] int64, none of them negative.
+    """
+    return torch.onnx.ops.symbolic(
+        "Gather",
+        (rows, index),
+        {"axis": 0},
+        dtype=rows.dtype,
+        shape=(index.shape[0], rows.shape[1]),
+    )
 
 
 ExpertsInterface.register(EXPERTS_NAME, _experts)

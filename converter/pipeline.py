@@ -70,8 +70,7 @@ def export(
         release_memory()
         with stages("rewrite"):
             report = _rewrite(folder, options, traced.max_sequence_length)
-            counts = {"pack": traced.packs, **report.counts}
-            report = dataclasses.replace(report, counts=counts)
+            report = dataclasses.replace(report, counts=traced.counts | report.counts)
         with stages("finish"):
             manifest = _finish(folder, options, traced, report)
         verification = manifest.verification
@@ -105,7 +104,7 @@ class _Traced:
     notices: tuple[str, ...]
     reference: object
     weights: WeightsReport | None
-    packs: int
+    counts: dict[str, int]
 
 
 class _Stages:
@@ -146,6 +145,7 @@ def _trace(
             )
     with stages("load"):
         from kvconv.converter.decoder_spec import describe
+        from kvconv.converter.interleaved import sort_columns
         from kvconv.converter.load import load_model
         from kvconv.converter.packed import pack
         from kvconv.converter.quiet import quiet
@@ -180,8 +180,9 @@ def _trace(
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
-        packs = pack(graph)
+        counts = {"pack": pack(graph)}
         simplify(graph)
+        counts["sort_columns"] = sort_columns(graph)
         quantized = None
         if options.weights is not None:
             from kvconv.converter.quantization import quantize
@@ -204,7 +205,7 @@ def _trace(
                 float_weights=reference,
             )
             release_memory()
-    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized, packs)
+    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized, counts)
 
 
 def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> tuple[int, tuple[str, ...]]:

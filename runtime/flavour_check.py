@@ -61,6 +61,29 @@ def check_run(
         )
 
 
+def check_chunks(
+    attention: AttentionFlavour, batch_size: int, new_tokens: int, chunk_tokens: int
+) -> None:
+    """Refuse chunks that the flavour does not take.
+
+    Args:
+        attention: The flavour.
+        batch_size: Rows that run together.
+        new_tokens: Tokens per row that are to run.
+        chunk_tokens: Most of them in one run, as the caller wants it.
+
+    Raises:
+        FlavourError: There would be several runs, and the flavour takes one.
+    """
+    if chunk_tokens < new_tokens and not takes_chunks(attention, batch_size):
+        raise _refusal(
+            attention,
+            f"takes chunks of a prompt at batch size 1 only, and chunks of {chunk_tokens} would "
+            f"cut {new_tokens} tokens at batch size {batch_size}",
+            "run whole prompts (without --prefill-chunk), ",
+        )
+
+
 def check_prompts(attention: AttentionFlavour, prompts: Sequence[Sequence[int]]) -> None:
     """Refuse prompts that would have to be padded.
 
@@ -76,9 +99,9 @@ def check_prompts(attention: AttentionFlavour, prompts: Sequence[Sequence[int]])
         )
 
 
-def _refusal(attention: AttentionFlavour, what: str) -> FlavourError:
+def _refusal(attention: AttentionFlavour, what: str, remedy: str = "") -> FlavourError:
     return FlavourError(
         f"The {attention} flavour of this bundle {what}. Run the sequences one by one, "
-        f"unpadded (--batch-size 1), or export the model with --attention flash.",
+        f"unpadded (--batch-size 1), {remedy}or export the model with --attention flash.",
         attention=attention,
     )

@@ -23,7 +23,7 @@ from kvconv.runtime.capacity import (
     per_row,
 )
 from kvconv.runtime.chat_template import ChatTemplate, Message
-from kvconv.runtime.flavour_check import check_prompts, takes_chunks
+from kvconv.runtime.flavour_check import check_chunks, check_prompts, takes_chunks
 from kvconv.runtime.kv_cache import KVCache
 from kvconv.runtime.ort_options import Provider
 from kvconv.runtime.row import GenerationEvent, Row
@@ -44,7 +44,8 @@ class Generator:
         session: The loaded model.
         tokenizer: Of the same bundle.
         max_sequence_length: Most tokens, prompt and new, of a generation; None for the model's.
-        prefill_chunk: Most tokens per row in one run of a prompt, >= 1.
+        prefill_chunk: Most tokens per row in one run of a prompt, >= 1; None for
+            PREFILL_CHUNK_TOKENS, or all at once where the flavour takes no chunks.
 
     Raises:
         CacheFullError: max_sequence_length is more than the model holds.
@@ -56,9 +57,9 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         max_sequence_length: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK_TOKENS,
+        prefill_chunk: int | None = None,
     ) -> None:
-        if prefill_chunk < 1:
+        if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
         self.prefill_chunk = prefill_chunk
         self.session = session
@@ -79,7 +80,8 @@ class Generator:
         threads: int | None = None,
         provider: Provider = "cpu",
         use_bundle_library: bool = False,
-        prefill_chunk: int = PREFILL_CHUNK_TOKENS,
+        prefill_chunk: int | None = None,
+        spin: bool = True,
     ) -> "Generator":
         """Open a bundle and load its model.
 
@@ -89,7 +91,8 @@ class Generator:
             threads: See `Session`.
             provider: See `Session`.
             use_bundle_library: See `Session`.
-            prefill_chunk: Most tokens per row in one run of a prompt.
+            prefill_chunk: As for the class.
+            spin: See `Session`.
 
         Raises:
             BundleError: The bundle is missing or damaged.
@@ -99,7 +102,11 @@ class Generator:
         bundle = Bundle.open(path)
         tokenizer = Tokenizer.open(bundle)
         session = Session(
-            bundle, threads=threads, provider=provider, use_bundle_library=use_bundle_library
+            bundle,
+            threads=threads,
+            provider=provider,
+            use_bundle_library=use_bundle_library,
+            spin=spin,
         )
         return cls(
             session,
@@ -171,12 +178,14 @@ class Generator:
             params: Say how many tokens may be added: the same for all rows, or one per row.
 
         Raises:
-            FlavourError: The lengths differ, and the bundle's flavour takes no padding.
+            FlavourError: The lengths differ, and the bundle's flavour takes no padding; or it takes
+                no chunks, and prefill_chunk asks for them.
             PromptError: A prompt is empty.
             CacheFullError: The longest prompt leaves no room for a token.
             MemoryError: The machine has less memory than the full cache takes.
         """
         check_prompts(self.session.manifest.attention, prompts)
+        self.chunk_tokens(len(prompts), longest_prompt(prompts))
         capacity = needed_capacity(prompts, params, self.max_sequence_length)
         self.session.check_cache(len(prompts), capacity)
 
@@ -218,7 +227,7 @@ class Generator:
         Raises:
             PromptError: A prompt is empty.
             CacheFullError: The longest prompt leaves no room for a token; nothing has run.
-            FlavourError: The bundle takes no padding, and the prompts' lengths differ.
+            FlavourError: As for `check`.
         """
         check_prompts(self.session.manifest.attention, prompts)
         if cache is None:
@@ -231,6 +240,7 @@ class Generator:
                 f"{len(prompts)} rows and at most {most_cached} tokens of the prompt"
             )
         check_fit(longest, cache.capacity)
+        self.chunk_tokens(len(prompts), longest - cache.length)
         room = cache.capacity - longest
         pairs = zip(prompts, per_row(params, len(prompts)), strict=True)
         rows = [
@@ -254,8 +264,7 @@ class Generator:
             cache: Grows by sequence_length.
             input_ids: [batch_size, sequence_length].
             attention_mask: [batch_size, cache.length + sequence_length or wider]; None for ones.
-            prefill_chunk: Most tokens per row in one run, >= 1; None for the generator's. All at
-                once where the flavour takes no chunks.
+            prefill_chunk: Most tokens per row in one run, >= 1; None for the generator's.
             out: [batch_size, 1, vocab_size] to write into; None for a new array.
 
         Returns:
@@ -263,17 +272,34 @@ class Generator:
 
         Raises:
             CacheFullError: The prompts do not fit; nothing has run.
+            FlavourError: The flavour takes no such chunks; nothing has run.
         """
         cache.check_room(input_ids.shape[1])
-        if prefill_chunk is None:
-            prefill_chunk = self.prefill_chunk
-        if not takes_chunks(self.session.manifest.attention, cache.batch_size):
-            prefill_chunk = input_ids.shape[1]
-        logits = self._run(cache, input_ids[:, :prefill_chunk], attention_mask, out)
-        for start in range(prefill_chunk, input_ids.shape[1], prefill_chunk):
-            chunk = input_ids[:, start : start + prefill_chunk]
+        chunk_tokens = self.chunk_tokens(cache.batch_size, input_ids.shape[1], prefill_chunk)
+        logits = self._run(cache, input_ids[:, :chunk_tokens], attention_mask, out)
+        for start in range(chunk_tokens, input_ids.shape[1], chunk_tokens):
+            chunk = input_ids[:, start : start + chunk_tokens]
             logits = self._run(cache, chunk, attention_mask, logits)
         return logits
+
+    def chunk_tokens(self, batch_size: int, new_tokens: int, wanted: int | None = None) -> int:
+        """Return how many tokens per row the runs of a prefill take.
+
+        Args:
+            batch_size: Rows that run together.
+            new_tokens: Tokens per row.
+            wanted: Instead of `prefill_chunk`.
+
+        Raises:
+            FlavourError: The flavour takes no chunks, and `wanted` or `prefill_chunk` asks for
+                them.
+        """
+        attention = self.session.manifest.attention
+        wanted = wanted or self.prefill_chunk
+        if wanted is not None:
+            check_chunks(attention, batch_size, new_tokens, wanted)
+            return wanted
+        return PREFILL_CHUNK_TOKENS if takes_chunks(attention, batch_size) else new_tokens
 
     def _run(
         self,

@@ -31,7 +31,7 @@ def reason(error: Exception) -> str:
     return str(error).rstrip(". \n") + "."
 
 
-def session_options(threads: int | None) -> onnxruntime.SessionOptions:
+def session_options(threads: int | None, *, spin: bool = True) -> onnxruntime.SessionOptions:
     """Return options for growing caches and a quiet terminal.
 
     Threads spin while they wait, as is ONNX Runtime's default. Handing work to one that spins
@@ -44,9 +44,12 @@ def session_options(threads: int | None) -> onnxruntime.SessionOptions:
 
     Args:
         threads: Threads of the pool, >= 1; None for one per core this process may use.
+        spin: Whether threads spin while they wait.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = _default_threads() if threads is None else threads
+    if not spin:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # Every decode step has new shapes, so a plan of the memory would never be used again.
     options.enable_mem_pattern = False
     # All errors arrive as exceptions; the terminal belongs to the text.

@@ -49,6 +49,7 @@ class Session:
             whoever made the bundle, instead of the installed one.
         profile: Let ONNX Runtime note the time of every node, for a file whose name begins so;
             `end_profile` writes it. None for full speed.
+        spin: Whether threads spin while they wait; see `session_options`.
 
     Raises:
         LibraryError: The op library is absent, too old, or refused by ONNX Runtime.
@@ -64,6 +65,7 @@ class Session:
         provider: Provider = "cpu",
         use_bundle_library: bool = False,
         profile: Path | None = None,
+        spin: bool = True,
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}; it must be at least 1")
@@ -78,7 +80,7 @@ class Session:
                     file=names.MANIFEST_FILE,
                 )
         providers = execution_providers(bundle, provider)
-        options = session_options(threads)
+        options = session_options(threads, spin=spin)
         if profile is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(profile)

@@ -89,6 +89,7 @@ def traced(made_once: Callable[..., Path]) -> Callable[[str], Any]:
     """Give a factory of traces: model type -> (PyTorch model, spec, path of the traced graph)."""
     from kvconv import names
     from kvconv.converter.decoder_spec import describe
+    from kvconv.converter.interleaved import sort_columns
     from kvconv.converter.packed import pack
     from kvconv.converter.simplify import simplify
     from kvconv.converter.trace import trace
@@ -105,6 +106,7 @@ def traced(made_once: Callable[..., Path]) -> Callable[[str], Any]:
             lay_out(graph)
             pack(graph)
             simplify(graph)
+            sort_columns(graph)
             save(graph, folder)
 
         return model, spec, made_once(f"trace-{model_type}", fill) / names.MODEL_FILE

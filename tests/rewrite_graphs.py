@@ -304,6 +304,37 @@ def decoder(
     return b.graph
 
 
+def pack_projections(
+    graph: gs.Graph, *, order: Sequence[int] = (0, 1, 2), slices: bool = False
+) -> None:
+    """Turn the first three MatMuls, queries, keys and values, into one and a Split or Slices."""
+    matmuls = [node for node in graph.nodes if node.op == "MatMul"][:3]
+    x = matmuls[0].inputs[0]
+    ordered = [matmuls[index] for index in order]
+    widths = [node.inputs[1].shape[1] for node in ordered]
+    weight = np.concatenate([node.inputs[1].values for node in ordered], axis=1)
+    packed = gs.Variable("packed", x.dtype, [*x.shape[:2], sum(widths)])
+    outputs = [node.outputs[0] for node in ordered]
+    place = graph.nodes.index(matmuls[0])
+    for node in ordered:
+        node.outputs.clear()
+        node.inputs.clear()
+        graph.nodes.remove(node)
+    nodes = [gs.Node("MatMul", "project", {}, [x, gs.Constant("weight", weight)], [packed])]
+    if slices:
+        ends = [*np.cumsum(widths)[:-1], np.iinfo(np.int64).max]
+        for i, (start, end) in enumerate(zip(np.cumsum([0, *widths[:-1]]), ends, strict=True)):
+            bounds = [
+                gs.Constant(f"{name}{i}", np.array([value]))
+                for name, value in (("start", start), ("end", end), ("axis", 2), ("step", 1))
+            ]
+            nodes.append(gs.Node("Slice", f"cut{i}", {}, [packed, *bounds], [outputs[i]]))
+    else:
+        sizes = gs.Constant("widths", np.array(widths))
+        nodes.append(gs.Node("Split", "split", {"axis": -1}, [packed, sizes], outputs))
+    graph.nodes[place:place] = nodes
+
+
 def lm_head(b: Builder, x: gs.Variable, kind: str) -> gs.Variable:
     """Append an LM head: matmul, gemm (tied weight as it is), softcap, or odd (nothing known)."""
     hidden, logits = x.shape[-1], [BATCH, SEQUENCE, VOCAB]

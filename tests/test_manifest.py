@@ -184,7 +184,7 @@ def test_kv_cache_bytes_counts_every_layer():
 def test_failed_check_names_the_remedy_for_the_weights(first, is_quantized):
     checks = (
         CheckResult(first, 9, 1e-5, 1e-6, 0.0, 1.0, True),
-        CheckResult("decode", 9, 3.0, 1e-6, 0.0, 1.0, False),
+        CheckResult("decode", 9, 3.0, 1e-6, 0.0, 1.0, False, ("the logits differ",)),
     )
     with pytest.raises(VerificationError, match="'decode'.*lease report") as e:
         Verification("failed", 1.0, checks).require_passed()

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,12 +128,34 @@ def test_spread_is_that_of_the_sequence_with_the_smallest(logits):
 def test_require_passed_raises_with_the_numbers(logits):
     failed = compare_logits("chunked prefill", logits + 1, logits, LIMITS)
     with pytest.raises(
-        VerificationError, match="'chunked prefill' the logits differ by up to 1 .*KL divergence"
+        VerificationError,
+        match=r"'chunked prefill' the logits differ by up to 1 \(tol.* 0.001\);",
     ) as caught:
         Verification("failed", 1e-3, (failed,)).require_passed()
     assert caught.value.check == "chunked prefill"
     assert caught.value.max_abs == pytest.approx(1)
     assert caught.value.tolerance == 1e-3
+    assert caught.value.exceeded == failed.exceeded
+
+
+def test_each_limit_that_is_exceeded_is_named_with_both_values(logits):
+    found = logits.copy()
+    found[2] = found[2, ::-1]
+    loose = Limits(1e9, 1e9, 1e9)
+    assert compare_logits("x", found, logits, loose).exceeded == ()
+    for name, limit, words in [
+        ("max_abs", 0.25, r"the logits differ by up to \S+ \(tolerance 0.25\)"),
+        ("kl", 0.5, r"the KL divergence is \S+ \(tolerance 0.5\)"),
+        (
+            "tie",
+            0.125,
+            r"another token is likeliest .* puts \S+ lower \(tolerance 0.125\)",
+        ),
+    ]:
+        result = compare_logits("x", found, logits, dataclasses.replace(loose, **{name: limit}))
+        (sentence,) = result.exceeded
+        assert re.fullmatch(words, sentence)
+        assert not result.passed
 
 
 def test_reference_survives_the_way_to_the_process_that_checks(logits):

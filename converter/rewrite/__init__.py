@@ -19,18 +19,20 @@ The flash flavour, in order, and why:
 6. `mask`                 Bias -> causal, window_size and attention_mask.
 7. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
 8. `heads`                Transposes and Reshapes around the op disappear.
-9. `packed_qkv`           The op reads a packed projection. Last of those that look at operands.
-10. `gated`               act(gate) * up -> GatedActivation.
-11. `skip_norm`           Residual Add and norm -> SkipRMSNormalization. After `norm`.
-12. `num_logits_to_keep`  Slice in front of the LM head.
-13. `float32_logits`      After the Slice, so that only kept logits are cast.
-14. `tidy`                Again, over what the rules left behind.
-15. `cache_use`           A check: nothing but the op may look at the cache.
-16. `calls`               A check: masks are causal, and say what the attention calls said.
+9. `scale`                A constant factor of the query goes into the op's scale.
+10. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
+11. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
+12. `gated`               act(gate) * up -> GatedActivation.
+13. `skip_norm`           Residual Add and norm -> one node. After `norm`.
+14. `num_logits_to_keep`  Slice in front of the LM head.
+15. `float32_logits`      After the Slice, so that only kept logits are cast.
+16. `tidy`                Again, over what the rules left behind.
+17. `cache_use`           A check: nothing but the op may look at the cache.
+18. `calls`               A check: masks are causal, and say what the attention calls said.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 8, and neither 10 nor 11. The
-standard flavour replaces 5 to 11 by `standard` (ONNX Attention or decomposed operators), and has no
-use for 15.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10, 12 and 13.
+The standard flavour replaces 5 to 13 by `standard` (ONNX Attention or decomposed operators), and
+has no use for 17.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -51,6 +53,7 @@ from kvconv.converter.rewrite import (
     float32_logits,
     gated,
     gqa,
+    head_norm,
     heads,
     mask,
     norm,
@@ -58,6 +61,7 @@ from kvconv.converter.rewrite import (
     packed_qkv,
     past_length,
     rotary,
+    scale,
     skip_norm,
     standard,
     tidy,
@@ -89,9 +93,9 @@ class Rule(Protocol):
 
 _BEFORE: tuple[Rule, ...] = (tidy, norm, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
-_FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads)
+_FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads, scale)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, *_FLASH, packed_qkv, gated, skip_norm, *_AFTER),
+    "flash": (*_BEFORE, *_FLASH, head_norm, packed_qkv, gated, skip_norm, *_AFTER),
     "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }

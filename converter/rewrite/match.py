@@ -1,5 +1,6 @@
 """Small questions that patterns ask about the nodes around a tensor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,3 +72,13 @@ def columns(tensor: gs.Tensor) -> Columns | None:
     index = next(i for i, output in enumerate(node.outputs) if output is tensor)
     start = sum(widths[:index])
     return Columns(source, start, start + widths[index])
+
+
+def packed_source(parts: Sequence[Columns | None]) -> gs.Variable | None:
+    """Return the tensor whose columns are these parts, in their order, and nothing else."""
+    source, end = None, 0
+    for part in parts:
+        if part is None or part.start != end or (source is not None and part.source is not source):
+            return None
+        source, end = part.source, part.end
+    return source if source is not None and end == source.shape[-1] else None

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.graph import Editor, Outcome, find, optional_input
-from kvconv.converter.rewrite.match import columns
+from kvconv.converter.rewrite.match import columns, packed_source
 
 NAME = "packed_qkv"
 _OPS = (
@@ -37,13 +37,6 @@ def apply(editor: Editor) -> Outcome:
 def _pattern(node: gs.Node) -> gs.Variable | None:
     """Return the tensor whose columns are query, key and value, and nothing else."""
     operands = [optional_input(node, index) for index in range(3)]
-    parts = [columns(operand) for operand in operands if operand is not None]
-    cut = [part for part in parts if part is not None]
-    if len(cut) < len(operands):
-        return None  # packed already, or not cut from anything
-    source, bounds = cut[0].source, [0]
-    for part in cut:
-        if part.source is not source or part.start != bounds[-1]:
-            return None
-        bounds.append(part.end)
-    return source if bounds[-1] == source.shape[-1] else None
+    if any(operand is None for operand in operands):
+        return None  # packed already
+    return packed_source([columns(operand) for operand in operands if operand is not None])

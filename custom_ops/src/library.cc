@@ -3,8 +3,8 @@
 #include "gated_activation_op.h"
 #include "kvconv/ort_abi.h"
 #include "matmul_op.h"
+#include "norm_op.h"
 #include "op_support.h"
-#include "skip_norm_op.h"
 
 namespace kvconv {
 namespace {
@@ -15,7 +15,7 @@ ort::CustomOpDomain* domain(const ort::Api* api) {
     ort::CustomOpDomain* created = nullptr;
     throw_if_failed(ort::create_custom_op_domain(api, "kvconv", &created));
     for (const auto& ops :
-         {attention_ops(), matmul_ops(), gather_ops(), gated_activation_ops(), skip_norm_ops()}) {
+         {attention_ops(), matmul_ops(), gather_ops(), gated_activation_ops(), norm_ops()}) {
       for (const ort::CustomOp* op : ops) {
         throw_if_failed(ort::custom_op_domain_add(api, created, op));
       }

@@ -56,13 +56,23 @@ class VerificationError(KvconvError):
         check: Name of the check that failed, for example `chunked prefill`.
         max_abs: Largest absolute logit difference.
         tolerance: Largest difference allowed.
+        exceeded: Every limit that was exceeded, with the value found.
     """
 
-    def __init__(self, message: str, *, check: str, max_abs: float, tolerance: float) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        check: str,
+        max_abs: float,
+        tolerance: float,
+        exceeded: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
         self.check = check
         self.max_abs = max_abs
         self.tolerance = tolerance
+        self.exceeded = tuple(exceeded)
 
 
 class BundleError(KvconvError):

@@ -19,7 +19,7 @@ from kvconv import __version__
 from kvconv.errors import BundleError, VerificationError
 from kvconv.names import MANIFEST_FILE
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
@@ -30,8 +30,8 @@ AccuracyLevel = Literal[1, 2, 4]
 WeightsDtype = Literal["float32", "float16", "int8", "int4"]
 CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]
-_LATER_FIELDS = frozenset({"quantization"})
-"""Fields that manifests of format 1 do not have; their defaults say what those bundles are."""
+_LATER_FIELDS = frozenset({"quantization", "exceeded"})
+"""Fields that formats 1 and 2 do not have; their defaults say what is true of those bundles."""
 FLOAT_WEIGHTS = "float weights"
 """The check of a bundle with quantised weights against PyTorch with those they were made of."""
 _CHECKSUM_KEY = "manifest_sha256"
@@ -118,6 +118,7 @@ class CheckResult:
         kl: Mean KL divergence per position, in nats, PyTorch's distribution first.
         top1: Fraction of positions with the same argmax, in [0, 1].
         passed: Whether max_abs, kl and the tokens that differ are within what the tolerance allows.
+        exceeded: What is not, each with the value found and the tolerance.
     """
 
     name: str
@@ -127,6 +128,7 @@ class CheckResult:
     kl: float
     top1: float
     passed: bool
+    exceeded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +164,13 @@ class Verification:
             if not check.passed:
                 tolerance = self.tolerance or 0.0
                 raise VerificationError(
-                    f"The bundle differs from PyTorch: in the check {check.name!r} the logits "
-                    f"differ by up to {check.max_abs:.3g} (tolerance {tolerance:.3g}), the KL "
-                    f"divergence is {check.kl:.2g} and {check.top1:.1%} of the most likely tokens "
-                    f"agree. {remedy}; "
-                    f"kvconv export --no-verify writes it all the same.",
+                    f"The bundle differs from PyTorch: in the check {check.name!r} "
+                    f"{' and '.join(check.exceeded)}; {check.top1:.1%} of the most likely tokens "
+                    f"agree. {remedy}; kvconv export --no-verify writes it all the same.",
                     check=check.name,
                     max_abs=check.max_abs,
                     tolerance=tolerance,
+                    exceeded=check.exceeded,
                 )
 
 

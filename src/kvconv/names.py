@@ -23,6 +23,8 @@ OP_DOMAIN = "kvconv"
 OP_NAME = "FlashAttention"
 GATED_ACTIVATION = "GatedActivation"
 SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
+SKIP_LAYER_NORMALIZATION = "SkipLayerNormalization"
+HEAD_RMS_NORMALIZATION = "HeadRMSNormalization"
 OP_VERSION = 2
 """Version of the operator domain that this kvconv writes and runs.
 

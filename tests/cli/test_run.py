@@ -65,6 +65,21 @@ def test_prefill_chunk_reaches_the_session_and_changes_no_text(bundle, answer, m
     assert lengths == [4, 2]  # BOS and five letters
 
 
+@pytest.mark.parametrize(("flags", "spins"), [([], True), (["--no-spin"], False)], ids=str)
+def test_no_spin_reaches_the_session_and_changes_no_text(bundle, answer, flags, spins, monkeypatch):
+    given = []
+    make = Session.__init__
+
+    def noted(self, bundle, **options):
+        given.append(options["spin"])
+        make(self, bundle, **options)
+
+    monkeypatch.setattr(Session, "__init__", noted)
+    result = run(bundle, PROMPT, *NINE, *flags)
+    assert (result.exit_code, result.stdout) == (0, answer + "\n")
+    assert given == [spins]
+
+
 @pytest.mark.parametrize("given", [PROMPT, PROMPT + "\n"])
 def test_dash_reads_stdin_less_one_newline(bundle, answer, given):
     assert run(bundle, "-", *NINE, input=given).stdout == answer + "\n"

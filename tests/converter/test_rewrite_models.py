@@ -189,18 +189,36 @@ def test_gqa_refuses_what_its_node_does_not_take(decoder: Decoder) -> None:
         rewritten(decoder, "gqa")
 
 
-@pytest.mark.parametrize("decoder", ["llama"], indirect=True)
-def test_flash_layer_of_llama_is_eight_nodes(decoder: Decoder) -> None:
+_MLP = ["MatMul", names.GATED_ACTIVATION, "MatMul"]
+_RMS_LAYER = ["MatMul", names.SKIP_RMS_NORMALIZATION, *_MLP, names.SKIP_RMS_NORMALIZATION, "MatMul"]
+LAYERS = {
+    "llama": [*_RMS_LAYER, names.OP_NAME],
+    "phi3": [*_RMS_LAYER, names.OP_NAME],
+    "qwen3": [*_RMS_LAYER, names.HEAD_RMS_NORMALIZATION, names.OP_NAME],
+    "gemma3_text": [*_RMS_LAYER, names.HEAD_RMS_NORMALIZATION, names.OP_NAME],
+    "falcon": [
+        "MatMul", "Add", names.SKIP_LAYER_NORMALIZATION, "MatMul", names.OP_NAME,
+    ],
+    "gpt_neox": [
+        "MatMul", "Add", "Add", names.SKIP_LAYER_NORMALIZATION, "LayerNormalization", "MatMul",
+        "Add", names.OP_NAME,
+    ],
+}  # fmt: skip
+"""Model type -> what lies between the output of one attention and that of the next."""
+
+
+@pytest.mark.parametrize("decoder", LAYERS, indirect=True)
+def test_flash_layer_has_no_node_too_many(decoder: Decoder) -> None:
     graph = read_graph(decoder.path)
     rewrite(graph, attention="flash", opset=23)
-    first, second = (
-        upstream([node.outputs[0]]) for node in find(graph, names.OP_NAME, names.OP_DOMAIN)
-    )
-    known = {id(node) for node in first}
-    assert [node.op for node in second if id(node) not in known] == [
-        "MatMul", names.SKIP_RMS_NORMALIZATION, "MatMul", names.GATED_ACTIVATION,
-        "MatMul", names.SKIP_RMS_NORMALIZATION, "MatMul", names.OP_NAME,
-    ]  # fmt: skip
+    first, second = find(graph, names.OP_NAME, names.OP_DOMAIN)
+    reached = {first.outputs[0].name}
+    layer = []
+    for node in upstream([second.outputs[0]]):
+        if reached & {tensor.name for tensor in node.inputs}:
+            reached |= {tensor.name for tensor in node.outputs}
+            layer.append(node.op)
+    assert layer == LAYERS[decoder.model_type]
 
 
 def _drop_window(node: gs.Node) -> None:

@@ -18,35 +18,6 @@ OPS = {
 }
 
 
-def pack(graph: gs.Graph, *, order: tuple[int, ...] = (0, 1, 2), slices: bool = False) -> None:
-    """Turn the first three MatMuls, queries, keys and values, into one and a Split or Slices."""
-    matmuls = find(graph, "MatMul")[:3]
-    x = matmuls[0].inputs[0]
-    ordered = [matmuls[index] for index in order]
-    widths = [node.inputs[1].shape[1] for node in ordered]
-    weight = np.concatenate([node.inputs[1].values for node in ordered], axis=1)
-    packed = gs.Variable("packed", x.dtype, [*x.shape[:2], sum(widths)])
-    outputs = [node.outputs[0] for node in ordered]
-    place = graph.nodes.index(matmuls[0])
-    for node in ordered:
-        node.outputs.clear()
-        node.inputs.clear()
-        graph.nodes.remove(node)
-    nodes = [gs.Node("MatMul", "project", {}, [x, gs.Constant("weight", weight)], [packed])]
-    if slices:
-        ends = [*np.cumsum(widths)[:-1], np.iinfo(np.int64).max]
-        for i, (start, end) in enumerate(zip(np.cumsum([0, *widths[:-1]]), ends, strict=True)):
-            bounds = [
-                gs.Constant(f"{name}{i}", np.array([value]))
-                for name, value in (("start", start), ("end", end), ("axis", 2), ("step", 1))
-            ]
-            nodes.append(gs.Node("Slice", f"cut{i}", {}, [packed, *bounds], [outputs[i]]))
-    else:
-        sizes = gs.Constant("widths", np.array(widths))
-        nodes.append(gs.Node("Split", "split", {"axis": -1}, [packed, sizes], outputs))
-    graph.nodes[place:place] = nodes
-
-
 @pytest.mark.parametrize("slices", [False, True], ids=["split", "slices"])
 @pytest.mark.parametrize("style", ["half", "none"])
 @pytest.mark.parametrize("attention", OPS)
@@ -60,7 +31,7 @@ def test_attention_reads_the_projection_itself(
     feeds = graphs.make_feeds(build(), mask, 5)
     expected = graphs.run_traced(build(), feeds)
     graph = build()
-    pack(graph, slices=slices)
+    graphs.pack_projections(graph, slices=slices)
     report = rewrite(graph, attention=attention, opset=23, max_sequence_length=32)
     assert report.counts["packed_qkv"] == 1
     (node,) = find(graph, *OPS[attention])
@@ -76,7 +47,7 @@ def test_attention_reads_the_projection_itself(
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1)], ids=["kqv", "qvk"])
 def test_another_order_stays_split(order: tuple[int, ...]) -> None:
     graph = graphs.decoder(kv_heads=4)
-    pack(graph, order=order)
+    graphs.pack_projections(graph, order=order)
     assert rewrite(graph, attention="flash", opset=23).counts["packed_qkv"] == 0
     assert len(find(graph, "Split")) == 1
 

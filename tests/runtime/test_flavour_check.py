@@ -110,9 +110,24 @@ def test_batch_generates_what_single_prompts_do(generator):
 
 def test_prefill_of_a_batch_is_one_run_where_chunks_are_not_taken(generator):
     tokens = np.array([TOKENS, OTHERS])
-    logits = generator.prefill(generator.session.new_cache(2, 16), tokens, prefill_chunk=5)
+    logits = generator.prefill(generator.session.new_cache(2, 16), tokens)
     for row, prompt in enumerate((TOKENS, OTHERS)):
         assert_close(logits[row, -1], DECODER.reference(prompt)[-1])
+
+
+def test_chunks_that_a_batch_does_not_take_are_refused_before_anything_runs(folder):
+    generator = Generator.open(folder, threads=1, prefill_chunk=5)
+    cache = generator.session.new_cache(2, 16)
+    words = "chunks of 5 would cut 12 tokens at batch size 2.*--prefill-chunk"
+    with pytest.raises(FlavourError, match=words):
+        generator.check([TOKENS, OTHERS])
+    with pytest.raises(FlavourError, match=words):
+        generator.generate([TOKENS, OTHERS], cache=cache)
+    with pytest.raises(FlavourError, match="chunks of 4 would cut 12"):
+        generator.prefill(cache, np.array([TOKENS, OTHERS]), prefill_chunk=4)
+    assert cache.length == 0
+    generator.check([TOKENS])  # one row takes them
+    generator.check([TOKENS[:5], OTHERS[:5]])  # one chunk holds these
 
 
 def test_cuda_is_refused(folder, monkeypatch):

@@ -334,6 +334,29 @@ def test_provider_that_does_not_start_is_not_replaced_in_silence(bundle_folder, 
         Session(Bundle.open(bundle_folder), provider="cuda")
 
 
+@pytest.mark.parametrize("spin", [True, False])
+def test_spin_reaches_onnxruntime(bundle_folder, spin, monkeypatch):
+    given = []
+    make = onnxruntime.InferenceSession
+
+    def noted(path, options, **more):
+        given.append(options)
+        return make(path, options, **more)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", noted)
+    session = Session(Bundle.open(bundle_folder), threads=2, spin=spin)
+    (options,) = given
+    if spin:  # ONNX Runtime's default
+        with pytest.raises(RuntimeError, match="allow_spinning"):
+            options.get_session_config_entry("session.intra_op.allow_spinning")
+    else:
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    cache = session.new_cache(1, 16)
+    np.testing.assert_allclose(
+        session.run(cache, [TOKENS])[0, -1], DECODER.reference(TOKENS)[-1], atol=TOLERANCE
+    )
+
+
 def test_threads_below_one_are_refused(bundle_folder):
     with pytest.raises(ValueError, match="threads is 0"):
         Session(Bundle.open(bundle_folder), threads=0)

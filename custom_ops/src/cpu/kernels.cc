@@ -1,6 +1,7 @@
 // The choice among the builds of the kernels, made once, from what the processor reports.
 #include "kvconv/attention.h"
 #include "kvconv/gated_activation.h"
+#include "kvconv/norm.h"
 #include "kvconv/quantized.h"
 
 #if defined(KVCONV_HAS_X86) && defined(__linux__)
@@ -20,10 +21,13 @@ extern const MatMulKernel kMatMulAvxVnni;
 extern const MatMulKernel kMatMulAvx2;
 extern const GatedActivationKernel kGatedActivationAvx512;
 extern const GatedActivationKernel kGatedActivationAvx2;
+extern const NormKernel kNormAvx512;
+extern const NormKernel kNormAvx2;
 #endif
 extern const FlashKernel kFlashPortable;
 extern const MatMulKernel kMatMulPortable;
 extern const GatedActivationKernel kGatedActivationPortable;
+extern const NormKernel kNormPortable;
 
 namespace {
 
@@ -91,6 +95,19 @@ const std::vector<GatedActivationKernel>& gated_activation_kernels() {
     if (has_avx2()) kernels.push_back(kGatedActivationAvx2);
 #endif
     kernels.push_back(kGatedActivationPortable);
+    return kernels;
+  }();
+  return supported;
+}
+
+const std::vector<NormKernel>& norm_kernels() {
+  static const std::vector<NormKernel> supported = [] {
+    std::vector<NormKernel> kernels;
+#if defined(KVCONV_HAS_X86)
+    if (has_avx512()) kernels.push_back(kNormAvx512);
+    if (has_avx2()) kernels.push_back(kNormAvx2);
+#endif
+    kernels.push_back(kNormPortable);
     return kernels;
   }();
   return supported;

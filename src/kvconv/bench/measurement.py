@@ -41,7 +41,8 @@ class Measurement:
         *,
         threads: int | None = None,
         use_bundle_library: bool = False,
-        prefill_chunk: int = PREFILL_CHUNK_TOKENS,
+        prefill_chunk: int | None = None,
+        spin: bool = True,
         profile: Path | None = None,
     ) -> "Measurement":
         """Load a bundle.
@@ -51,6 +52,7 @@ class Measurement:
             threads: See `Session`.
             use_bundle_library: See `Session`.
             prefill_chunk: See `Generator`.
+            spin: See `Session`.
             profile: See `Session`.
 
         Raises:
@@ -64,6 +66,7 @@ class Measurement:
             threads=threads,
             use_bundle_library=use_bundle_library,
             profile=profile,
+            spin=spin,
         )
         return cls(Generator(session, Tokenizer.open(bundle), prefill_chunk=prefill_chunk))
 
@@ -72,6 +75,7 @@ class Measurement:
 
         Raises:
             CacheFullError: A context and its new tokens are more than the model holds.
+            FlavourError: The bundle takes no chunks of the size asked for.
             MemoryError: The machine has less memory than the full cache takes.
         """
         limit = self.generator.max_sequence_length
@@ -87,6 +91,7 @@ class Measurement:
                     needed=needed,
                     capacity=limit,
                 )
+            self.generator.chunk_tokens(batch, context)
             self.generator.session.check_cache(batch, needed)
 
     def prompts(self, context: int, batch: int) -> npt.NDArray[np.int64]:

@@ -12,8 +12,6 @@ from typing import Any
 from kvconv.bench.measurement import Measurement
 from kvconv.bench.point import Phase
 from kvconv.errors import KvconvError
-from kvconv.plan import PREFILL_CHUNK_TOKENS
-from kvconv.runtime.flavour_check import takes_chunks
 
 _RUN = "model_run"
 _OUTSIDE = "outside the nodes"
@@ -65,7 +63,8 @@ def profile(
     batch: int,
     threads: int | None,
     use_bundle_library: bool = False,
-    prefill_chunk: int = PREFILL_CHUNK_TOKENS,
+    prefill_chunk: int | None = None,
+    spin: bool = True,
 ) -> tuple[Profile, Profile]:
     """Profile a prefill and the decode behind it, in a session of their own.
 
@@ -77,6 +76,7 @@ def profile(
         threads: See `Session`.
         use_bundle_library: See `Session`.
         prefill_chunk: See `Generator`.
+        spin: See `Session`.
 
     Raises:
         CacheFullError: The depth does not fit; nothing has run.
@@ -88,6 +88,7 @@ def profile(
             threads=threads,
             use_bundle_library=use_bundle_library,
             prefill_chunk=prefill_chunk,
+            spin=spin,
             profile=Path(folder) / "profile",
         )
         prompts = measurement.prompts(context, batch)
@@ -95,8 +96,7 @@ def profile(
             measurement.run(prompts, gen)
         events = json.loads(measurement.generator.session.end_profile().read_text())
     runs = _runs(events)
-    attention = measurement.generator.session.manifest.attention
-    chunks = math.ceil(context / prefill_chunk) if takes_chunks(attention, batch) else 1
+    chunks = math.ceil(context / measurement.generator.chunk_tokens(batch, context))
     if len(runs) != 2 * (chunks + gen):
         raise KvconvError(
             f"ONNX Runtime's profile holds {len(runs)} of {2 * (chunks + gen)} runs in "

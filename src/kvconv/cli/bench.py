@@ -22,6 +22,7 @@ from kvconv.cli.common import (
     prefill_chunk_option,
     print_status,
     require_stdout,
+    spin_option,
 )
 
 
@@ -67,6 +68,7 @@ class Depths(click.ParamType[tuple[int, ...]]):
     "--threads", type=click.IntRange(1, 256), envvar="KVCONV_THREADS", show_envvar=True,
     metavar="N", help="Threads; default: one per core.",
 )  # fmt: skip
+@spin_option
 @prefill_chunk_option
 @click.option(
     "--use-bundle-library", is_flag=True,
@@ -97,7 +99,8 @@ def command(
     repeats: int,
     batch: int,
     threads: int | None,
-    prefill_chunk: int,
+    spin: bool,
+    prefill_chunk: int | None,
     use_bundle_library: bool,
     against: Path | None,
     is_profiled: bool,
@@ -159,6 +162,7 @@ def command(
             threads=threads,
             use_bundle_library=use_bundle_library,
             prefill_chunk=prefill_chunk,
+            spin=spin,
         )
         for path in paths
     ]
@@ -203,6 +207,7 @@ def command(
                     threads=threads,
                     use_bundle_library=use_bundle_library,
                     prefill_chunk=prefill_chunk,
+                    spin=spin,
                 )
                 print_profiles(label, profiles, as_json=as_json)
 

@@ -40,10 +40,14 @@ trust_remote_code_option = click.option(
 
 
 prefill_chunk_option = click.option(
-    "--prefill-chunk", type=click.IntRange(min=1), default=PREFILL_CHUNK_TOKENS,
-    show_default=True, metavar="N",
+    "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
     help="Tokens of a prompt that run at once: more take more memory. Changes results by "
-    "rounding alone.",
+    f"rounding alone. [default: {PREFILL_CHUNK_TOKENS}; whole prompts in batches of a gqa bundle]",
+)  # fmt: skip
+spin_option = click.option(
+    "--spin/--no-spin", default=True, show_default=True, envvar="KVCONV_SPIN", show_envvar=True,
+    help="Let threads spin while they wait for work: fastest while cores are free, and half as "
+    "fast where other programs keep them busy.",
 )  # fmt: skip
 
 

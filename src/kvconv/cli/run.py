@@ -12,6 +12,7 @@ from kvconv.cli.common import (
     prefill_chunk_option,
     print_status,
     require_stdout,
+    spin_option,
 )
 from kvconv.cli.generation import generate, print_stats
 from kvconv.cli.model_cache import (
@@ -62,6 +63,7 @@ _BATCH_SIZE = 8
     "--threads", type=click.IntRange(1, 256), envvar="KVCONV_THREADS", show_envvar=True,
     metavar="N", help="Threads; default: one per core.",
 )  # fmt: skip
+@spin_option
 @click.option(
     "--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     envvar="KVCONV_PROVIDER", show_envvar=True, help="Where to run.",
@@ -87,8 +89,9 @@ def command(
     revision: str | None,
     trust_remote_code: bool,
     max_sequence_length: int | None,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     threads: int | None,
+    spin: bool,
     provider: Any,
     use_bundle_library: bool,
     stats: bool,
@@ -146,6 +149,7 @@ def command(
             provider=provider,
             use_bundle_library=use_bundle_library,
             prefill_chunk=prefill_chunk,
+            spin=spin,
         )
     if many is not None:
         from kvconv.cli.batch import run_prompts
