@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from kvconv import memory
 from kvconv.bench import attention_op
 from kvconv.bench.attention_op import Case, Heads, cases, measure_attention
 from kvconv.errors import KvconvError, MissingDependencyError
@@ -94,7 +95,18 @@ def test_ops_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_onnx_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(MissingDependencyError, match=r"kvconv\[export\]"):
-        next(measure_attention([Case("decode", 8, HEADS)], threads=1, repeats=1))
+        measure_attention([Case("decode", 8, HEADS)], threads=1, repeats=1)
+
+
+def test_case_larger_than_the_memory_is_refused_before_the_first_is_measured(monkeypatch) -> None:
+    chosen = [Case("prefill", context, HEADS, "head_sink") for context in (8, 1000)]
+    scores = 4 * HEADS.num_heads * 1000 * 1000
+    assert chosen[1].num_bytes > scores > chosen[0].num_bytes
+    monkeypatch.setattr(memory, "physical_memory_bytes", lambda: scores)
+    with pytest.raises(MemoryError, match=r"prefill of 1000 tokens .* smaller --depths"):
+        measure_attention(chosen, threads=1, repeats=1)
+    monkeypatch.setattr(memory, "physical_memory_bytes", lambda: chosen[1].num_bytes)
+    measure_attention(chosen, threads=1, repeats=1)
 
 
 def test_cases_are_every_combination() -> None:

@@ -205,6 +205,13 @@ def test_op_is_measured_without_a_bundle_against_its_roofs():
     assert "32/8 x 128  plain" in table
 
 
+def test_op_that_cannot_be_measured_prints_no_header(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    result = bench("--op", "--depths", "8")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "kvconv[export]" in result.stderr
+
+
 @pytest.mark.parametrize(
     "options",
     [

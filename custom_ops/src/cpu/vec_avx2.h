@@ -36,12 +36,11 @@ static inline Vec select_equal(Vec a, Vec b, Vec x, Vec y) {
 }
 static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 static inline Vec absolute(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), a); }
-static inline Vec nearest(Vec a) {
-  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+static inline Vec zero_if_less(Vec a, Vec b, Vec y) {
+  return _mm256_andnot_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ), y);
 }
-static inline Vec scale_by_power(Vec a, Vec n) {
-  const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
+static inline Vec low_bits_to_exponent(Vec a) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
 }
 static inline Vec load_part(const float* p, std::int64_t count) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

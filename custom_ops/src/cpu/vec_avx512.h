@@ -37,10 +37,12 @@ static inline Vec select_equal(Vec a, Vec b, Vec x, Vec y) {
 }
 static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline Vec absolute(Vec a) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0F), a); }
-static inline Vec nearest(Vec a) {
-  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+static inline Vec zero_if_less(Vec a, Vec b, Vec y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), y);
 }
-static inline Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+static inline Vec low_bits_to_exponent(Vec a) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
+}
 static inline Vec load_part(const float* p, std::int64_t count) {
   return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1U << count) - 1U), p);
 }

@@ -50,16 +50,12 @@ static inline Vec select_equal(Vec a, Vec b, Vec x, Vec y) {
 // The larger of both; b where either is NaN.
 static inline Vec max(Vec a, Vec b) { return select_less(b, a, a, b); }
 static inline Vec absolute(Vec a) { return (Vec)((VecBits)a & 0x7FFFFFFFU); }
-// The nearest integer, for |a| < 2^22.
-static inline Vec nearest(Vec a) {
-  const Vec magic = set(12582912.0F);  // 1.5 * 2^23
-  return (a + magic) - magic;
+// a < b ? 0 : y, lane by lane.
+static inline Vec zero_if_less(Vec a, Vec b, Vec y) {
+  return (Vec)(~(VecBits)(a < b) & (VecBits)y);
 }
-// a * 2^n, for an integer n in [-126, 127].
-static inline Vec scale_by_power(Vec a, Vec n) {
-  const VecBits bits = (VecBits)(n + set(12582912.0F));  // n in the low mantissa bits
-  return a * (Vec)((bits + 127U) << 23);
-}
+// The float whose exponent field is in the low bits of a.
+static inline Vec low_bits_to_exponent(Vec a) { return (Vec)((VecBits)a << 23); }
 // The first `count` lanes from memory, the others 0.
 static inline Vec load_part(const float* p, std::int64_t count) {
   Vec v = set(0.0F);

@@ -18,19 +18,25 @@ static inline Vec exp2_near_zero(Vec r) {
   return fma(y, r, set(1.0F));
 }
 
+// Added to an x above -2^22, this leaves x rounded to an integer n in the low bits, as n + 127: the
+// exponent field of 2^n. It is 1.5 * 2^23 + 127.
+constexpr float kToExponent = 12583039.0F;
+
 // 2^x for x <= 0; exactly 0 below -125 and at -infinity; NaN for NaN.
 static inline Vec exp2_nonpositive(Vec x) {
-  const Vec n = nearest(x);
-  const Vec y = scale_by_power(exp2_near_zero(sub(x, n)), n);
-  return select_less(x, set(-125.0F), set(0.0F), y);
+  const Vec shifted = add(x, set(kToExponent));
+  const Vec r = sub(x, sub(shifted, set(kToExponent)));
+  const Vec y = mul(exp2_near_zero(r), low_bits_to_exponent(shifted));
+  return zero_if_less(x, set(-125.0F), y);
 }
 
 // e^x for x <= 0; exactly 0 below -87 and at -infinity; NaN for NaN.
 static inline Vec exp_nonpositive(Vec x) {
-  const Vec n = nearest(mul(x, set(kLog2E)));
+  const Vec shifted = fma(x, set(kLog2E), set(kToExponent));
+  const Vec n = sub(shifted, set(kToExponent));
   const Vec r = fma(n, set(2.12194440e-4F), fma(n, set(-0.693359375F), x));  // x - n * ln 2
-  const Vec y = scale_by_power(exp2_near_zero(mul(r, set(kLog2E))), n);
-  return select_less(x, set(-87.0F), set(0.0F), y);
+  const Vec y = mul(exp2_near_zero(mul(r, set(kLog2E))), low_bits_to_exponent(shifted));
+  return zero_if_less(x, set(-87.0F), y);
 }
 
 static inline Vec tanh(Vec x) {

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvconv import custom_ops, names
+from kvconv import custom_ops, memory, names
 from kvconv.bench.roofs import MemoryRoof, OnnxRuntimeMatMul, TorchMatMul
 from kvconv.errors import KvconvError, MissingDependencyError
 
@@ -73,6 +73,19 @@ class Case:
         """Bytes of the keys and values that a run attends to."""
         per_slot = 2 * self.heads.kv_num_heads * self.heads.head_dim * 4
         return self.batch * self.context * per_slot
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that measuring takes, but for what all cases share.
+
+        GroupQueryAttention has flash kernels for the plain variant only; for the others it holds
+        the scores of all heads at once.
+        """
+        per_token = 4 * self.heads.head_dim * (self.heads.num_heads + self.heads.kv_num_heads)
+        activations = 3 * self.batch * self.new_tokens * per_token
+        scores = 4 * self.batch * self.heads.num_heads * self.new_tokens * self.context
+        held = scores if self.variant != "plain" else 0
+        return self.num_nodes * self.cache_bytes + activations + held
 
     @property
     def flops(self) -> int:
@@ -138,18 +151,19 @@ def cases(
 def measure_attention(
     chosen: Sequence[Case], *, threads: int, repeats: int
 ) -> Iterator[AttentionPoint]:
-    """Measure one case after the other.
+    """Measure one case after the other; what can be refused is, before the first.
 
     Args:
         chosen: See `cases`.
         threads: Threads of every contender, >= 1.
         repeats: Rounds, >= 1, in each of which everything runs once.
 
-    Yields:
+    Returns:
         One point a case, as soon as it is done.
 
     Raises:
         MissingDependencyError: The onnx package is not installed.
+        MemoryError: The machine has less memory than a case takes.
         LibraryError: The op library is absent.
         KvconvError: The two ops disagree by more than rounding.
     """
@@ -157,9 +171,25 @@ def measure_attention(
         import onnx  # noqa: F401
     except ModuleNotFoundError as error:
         raise MissingDependencyError(package="onnx", extra="export") from error
-    memory = MemoryRoof(threads)
+    for case in chosen:
+        _check_memory(case)
+    return _measure_all(chosen, threads, repeats)
+
+
+def _check_memory(case: Case) -> None:
+    there_is = memory.physical_memory_bytes()
+    if there_is is not None and case.num_bytes > there_is:
+        raise MemoryError(
+            f"the {case.what} of {case.context} tokens ({case.variant}, {case.heads.num_heads} "
+            f"heads) takes {case.num_bytes / 1e9:.1f} GB and this machine has "
+            f"{there_is / 1e9:.1f} GB; smaller --depths take less"
+        )
+
+
+def _measure_all(chosen: Sequence[Case], threads: int, repeats: int) -> Iterator[AttentionPoint]:
+    machine = MemoryRoof(threads)
     roofs: dict[Phase, dict[str, Callable[[], float]]] = {
-        "decode": {"read": memory.read, "copy": memory.copy},
+        "decode": {"read": machine.read, "copy": machine.copy},
         "prefill": {"sgemm onnxruntime": OnnxRuntimeMatMul(threads).run},
     }
     try:

@@ -233,7 +233,8 @@ def measure_op(
     chosen += cases(
         decode=depths, prefill=depths, shapes=SHAPES[:1], variants=("softcap", "head_sink")
     )
+    points = measure_attention(chosen, threads=threads or usable_cores(), repeats=repeats)
     if not as_json:
         print_op_header()
-    for point in measure_attention(chosen, threads=threads or usable_cores(), repeats=repeats):
+    for point in points:
         print_op_point(point, as_json=as_json)

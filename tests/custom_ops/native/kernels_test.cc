@@ -180,19 +180,22 @@ Result run_case(const Case& c, const Run& run) {
   return result;
 }
 
+Result run_kernel(const FlashKernel& kernel, const Case& c, std::int64_t num_workers) {
+  return run_case(c, [&](const AttentionParams& p) {
+    const ParallelFor parallel_for{run_on_threads, nullptr, num_workers};
+    const std::size_t bytes = kernel.workspace_bytes(p, num_workers);
+    void* workspace = ::operator new(bytes, std::align_val_t(64));
+    std::memset(workspace, 0xFF, bytes);
+    kernel.run(p, workspace, parallel_for);
+    ::operator delete(workspace, std::align_val_t(64));
+  });
+}
+
 void test_kernel(const FlashKernel& kernel, int cases) {
   for (int seed = 0; seed < cases; ++seed) {
     const Case c = make_case(static_cast<std::uint64_t>(seed));
     const Result expected = run_case(c, attention_reference);
-    const std::int64_t num_workers = seed % 2 == 0 ? 1 : 7;
-    const Result actual = run_case(c, [&](const AttentionParams& p) {
-      const ParallelFor parallel_for{run_on_threads, nullptr, num_workers};
-      const std::size_t bytes = kernel.workspace_bytes(p, num_workers);
-      void* workspace = ::operator new(bytes, std::align_val_t(64));
-      std::memset(workspace, 0xFF, bytes);
-      kernel.run(p, workspace, parallel_for);
-      ::operator delete(workspace, std::align_val_t(64));
-    });
+    const Result actual = run_kernel(kernel, c, seed % 2 == 0 ? 1 : 7);
     const std::string what = std::string(kernel.name) + ", " + c.text;
     // Slots that are not used hold the same NaN bits (or the same past) on both sides.
     const float cache_tolerance = tolerance_of(c.p.cache_type);
@@ -207,6 +210,22 @@ void test_kernel(const FlashKernel& kernel, int cases) {
         c.p.rotary_dim > 0 ? std::max(tolerance, cache_tolerance) : tolerance, what + ", output");
   }
   std::printf("%s: %d cases agree with the reference\n", kernel.name, cases);
+}
+
+// Shapes alone divide the work, so that the number of workers changes no bit.
+void test_workers(const FlashKernel& kernel, int cases) {
+  for (int seed = 0; seed < cases; ++seed) {
+    const Case c = make_case(static_cast<std::uint64_t>(seed));
+    const Result one = run_kernel(kernel, c, 1);
+    for (const std::int64_t num_workers : {2, 7}) {
+      const Result many = run_kernel(kernel, c, num_workers);
+      const auto bytes =
+          static_cast<std::size_t>(one.output.size() * bytes_of(c.p.activation_type));
+      CHECK(std::memcmp(one.output.data(), many.output.data(), bytes) == 0,
+            "%s, %s: other bits with %d workers", kernel.name, c.text.c_str(),
+            static_cast<int>(num_workers));
+    }
+  }
 }
 
 // Sixteen times the tokens, 256 times the scores: the same memory, because no kernel holds them.
@@ -265,6 +284,7 @@ int main(int argc, char** argv) {
   for (const kvconv::FlashKernel& kernel : kvconv::flash_kernels()) {
     kvconv::test::test_workspace(kernel);
     kvconv::test::test_kernel(kernel, cases);
+    kvconv::test::test_workers(kernel, cases / 5);
   }
   return 0;
 }
