@@ -1,19 +1,12 @@
 """A quantised weight in the graph: its tensors, and the operators that read them.
 
-kvconv's own operators and ONNX Runtime's take the same bytes for q and differ in the rest:
-
-| | kvconv | com.microsoft |
-|---|---|---|
-| q | uint8 [N, num_blocks * block_size * bits / 8] | [N, num_blocks, block_size * bits / 8] |
-| scales | [N, num_blocks] float16 | of the activations' type |
-| zero points | as scales, any number | uint8, two to a byte where bits is 4 |
-
-ONNX Runtime's GatherBlockQuantized reads q as it is, [V, num_blocks, ..] with the last axis
-quantised; its scales and zero points have that rank too, so they are stored twice there.
+kvconv's own operators and ONNX Runtime's have the same names. Where the numbers lie differs
+(`kvconv.converter.nbits_layout`); kvconv's take scales of float16, and zero points of that type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +16,7 @@ import torch
 from kvconv import names
 from kvconv.converter.blocks import Blocks, ZeroPoints, quantize
 from kvconv.converter.linear_weight import Rows
+from kvconv.converter.nbits_layout import Layout, Numbers, Part
 from kvconv.errors import ExportError
 
 
@@ -41,8 +35,8 @@ class Form:
 _MIN_HALF_SCALE, _MAX_HALF_SCALE = 2.0**-14, 2.0**15
 """Largest scale of a weight for which float16 serves: a normal number, with room above."""
 _SAMPLED_ROWS = 256
-_ROUNDED_WEIGHTS = 2**23
-"""Weights rounded at once in PyTorch's memory."""
+_CHUNK_WEIGHTS = 2**21
+"""Weights quantised at once."""
 _TORCH = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
 
 
@@ -56,6 +50,7 @@ class NBitsWeight:
         form: Bits, block size and zero points.
         bits: 8 or 4.
         block_size: Weights that share a scale.
+        num_blocks: Blocks of a row.
         own_ops: Whether kvconv's operators read it.
         dtype: The activations' type.
     """
@@ -90,13 +85,11 @@ class NBitsWeight:
         self.own_ops, self.dtype = own_ops, dtype
         self._rows = rows
         self._scale_dtype = self._choose_scale_dtype() if own_ops else dtype
-        self._values: dict[str, ir.Value] = {}
-        self._pending: dict[str, npt.NDArray[np.generic]] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a row."""
-        return -(-self.in_features // self.block_size)
+        self.num_blocks = -(-in_features // form.block_size)
+        self._layout = Layout(out_features, self.num_blocks, form.block_size, form.bits, own_ops)
+        self._values: dict[Part, ir.Value] = {}
+        self._pending: dict[Part, Numbers] = {}
+        self._rounds = self._has_rounded = False
 
     @property
     def nbytes(self) -> int:
@@ -121,69 +114,74 @@ class NBitsWeight:
         found = self._blocks(rows).dequantize(self.bits)[:, : self.in_features]
         return float((found - rows).norm() / rows.norm().clamp(min=torch.finfo().tiny))
 
-    def round(self) -> None:
-        """Put into PyTorch's memory what the bits will say, for a model with the same weights."""
-        step = max(1, _ROUNDED_WEIGHTS // self.in_features)
-        for rows in self._rows:
-            memory = rows()
-            for start in range(0, len(memory), step):
-                part = memory[start : start + step]
-                blocks = self._blocks(torch.from_numpy(np.require(part, requirements=["C", "W"])))
-                values = blocks.dequantize(self.bits)[:, : self.in_features]
-                np.copyto(part, values.numpy(), casting="same_kind")
+    def round_when_written(self) -> None:
+        """Have PyTorch's memory hold what the bits say from when they are written.
+
+        For a model with the same weights. Nothing reads the weight anew after that: blocks of what
+        was rounded are not always the same blocks.
+        """
+        self._rounds = True
 
     def register(self, graph: ir.Graph) -> None:
         """Give the graph the tensors, one after the other, so that they are written together."""
         for value in self._values.values():
             graph.register_initializer(value)
 
-    def _zero_points(self, part: str) -> ir.Value | None:
+    def _zero_points(self, part: Part) -> ir.Value | None:
         return None if self.form.zero_points == "none" else self._value(part)
 
-    def _value(self, part: str) -> ir.Value:
+    def _value(self, part: Part) -> ir.Value:
         if part not in self._values:
-            dtype, sizes = self._layout(part)
-            shape, name = ir.Shape(sizes), f"{self.name}.{part}"
+            dtype, name = self._dtype(part), f"{self.name}.{part}"
+            shape = ir.Shape(self._layout.sizes(part))
             lazy = ir.LazyTensor(self._tensor(part), dtype=dtype, shape=shape, name=name)
             self._values[part] = ir.Value(
                 name=name, type=ir.TensorType(dtype), shape=shape, const_value=lazy
             )
         return self._values[part]
 
-    def _layout(self, part: str) -> tuple[ir.DataType, list[int]]:
-        rows, blocks = self.out_features, self.num_blocks
-        blob = self.block_size * self.bits // 8
-        zero_dtype = self._scale_dtype if self.own_ops else ir.DataType.UINT8
-        packed = blocks if self.bits == 8 or self.own_ops else -(-blocks // 2)
-        return {
-            "q": (
-                ir.DataType.UINT8,
-                [rows, blocks * blob] if self.own_ops else [rows, blocks, blob],
-            ),
-            "scales": (self._scale_dtype, [rows, blocks]),
-            "zero_points": (zero_dtype, [rows, packed]),
-            "row_scales": (self._scale_dtype, [rows, blocks, 1]),
-            "row_zero_points": (zero_dtype, [rows, blocks, 1]),
-        }[part]
+    def _dtype(self, part: Part) -> ir.DataType:
+        is_integer = part == "q" or (part.endswith("zero_points") and not self.own_ops)
+        return ir.DataType.UINT8 if is_integer else self._scale_dtype
 
-    def _tensor(self, part: str) -> Callable[[], ir.TensorProtocol]:
+    def _tensor(self, part: Part) -> Callable[[], ir.TensorProtocol]:
         def make() -> ir.TensorProtocol:
             if part not in self._pending:
                 self._pending = self._quantize()
-            dtype, sizes = self._layout(part)
-            return ir.Tensor(self._pending.pop(part).reshape(sizes), dtype=dtype)
+            return ir.Tensor(self._pending.pop(part), dtype=self._dtype(part))
 
         return make
 
-    def _quantize(self) -> dict[str, npt.NDArray[np.generic]]:
-        blocks = self._blocks(self._weight())
-        q, scales = blocks.q.numpy(), blocks.scales.numpy()
-        parts = {"q": q if self.bits == 8 else _pack(q), "scales": scales, "row_scales": scales}
-        if blocks.zero_points is not None:
-            zeros = blocks.zero_points.numpy()
-            parts["zero_points"] = zeros if self.own_ops or self.bits == 8 else _pack(zeros)
-            parts["row_zero_points"] = zeros
-        return {part: array for part, array in parts.items() if part in self._values}
+    def _quantize(self) -> dict[Part, Numbers]:
+        """Return the tensors that were asked for; only these ever hold the whole weight."""
+        assert not self._has_rounded, f"{self.name} is read again after it was rounded"
+        tensors: dict[Part, Numbers] = {
+            part: np.zeros(self._layout.sizes(part), self._dtype(part).numpy())
+            for part in self._values
+        }
+        start = 0
+        for rows in self._chunks():
+            blocks = self._blocks(torch.from_numpy(np.require(rows, requirements=["C", "W"])))
+            for part, tensor in tensors.items():
+                numbers = blocks.q if part == "q" else blocks.scales
+                if part.endswith("zero_points"):
+                    assert blocks.zero_points is not None
+                    numbers = blocks.zero_points
+                self._layout.put(part, tensor, start, numbers.numpy())
+            if self._rounds:
+                values = blocks.dequantize(self.bits)[:, : self.in_features]
+                np.copyto(rows, values.numpy(), casting="same_kind")
+            start += len(rows)
+        self._has_rounded = self._rounds
+        return tensors
+
+    def _chunks(self) -> Iterator[npt.NDArray[Any]]:
+        """Give views of PyTorch's memory, one below the other; none has very many weights."""
+        step = max(1, _CHUNK_WEIGHTS // self.in_features)
+        for rows in self._rows:
+            memory = rows()
+            for start in range(0, len(memory), step):
+                yield memory[start : start + step]
 
     def _blocks(self, weight: torch.Tensor) -> Blocks:
         return quantize(
@@ -242,7 +240,7 @@ def gather(tape: ir.tape.Tape, indices: ir.Value, weight: NBitsWeight) -> ir.Val
         operands.pop()
     attributes: dict[str, int] = {"bits": weight.bits, "block_size": weight.block_size}
     if weight.own_ops:
-        attributes["K"] = weight.in_features
+        attributes |= {"K": weight.in_features, "N": weight.out_features}
         rows = tape.op(names.GATHER_NBITS, operands, attributes=attributes, domain=_domain(weight))
         if weight.dtype != ir.DataType.FLOAT:
             rows = tape.op("Cast", [rows], attributes={"to": weight.dtype})
@@ -266,10 +264,3 @@ def gather(tape: ir.tape.Tape, indices: ir.Value, weight: NBitsWeight) -> ir.Val
 
 def _domain(weight: NBitsWeight) -> str:
     return names.OP_DOMAIN if weight.own_ops else names.ORT_DOMAIN
-
-
-def _pack(q: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Put two 4-bit numbers of a row into each byte, the first into the low half."""
-    if q.shape[1] % 2:
-        q = np.pad(q, ((0, 0), (0, 1)))
-    return (q[:, ::2] | (q[:, 1::2] << 4)).astype(np.uint8)

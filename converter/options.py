@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvconv.errors import ExportError
+from kvconv.flavour import FLAVOURS
 from kvconv.manifest import (
+    AccuracyLevel,
     ActivationDtype,
     AttentionFlavour,
     Quantization,
@@ -32,8 +34,8 @@ class ExportOptions:
             too much have 8.
         symmetric: Whether quantised weights do without zero points; None is what measures best,
             int8 without and int4 with them. int8 never has them.
-        accuracy_level: For products with quantised weights. 4: activations become 8-bit integers,
-            each block with a scale; 1: they stay float.
+        accuracy_level: For products with quantised weights: what activations become; see
+            `kvconv.manifest.Quantization`. None is the flavour's default.
         attention: Flavour of the attention nodes.
         max_sequence_length: Most tokens (prompt and new) a cache may hold; None is what the model
             was made for, or the part of it that a cache can follow (longrope).
@@ -51,7 +53,7 @@ class ExportOptions:
     block_size: int | None = None
     pure: bool = False
     symmetric: bool | None = None
-    accuracy_level: int = 4
+    accuracy_level: AccuracyLevel | None = None
     attention: AttentionFlavour = "flash"
     max_sequence_length: int | None = None
     opset: int = DEFAULT_OPSET
@@ -60,6 +62,11 @@ class ExportOptions:
     trust_remote_code: bool = False
     overwrite: bool = False
     without: frozenset[str] = frozenset()
+
+    @property
+    def chosen_accuracy_level(self) -> AccuracyLevel:
+        """The accuracy level asked for, or the flavour's default."""
+        return self.accuracy_level or FLAVOURS[self.attention].accuracy_levels[0]
 
     def quantization(self) -> Quantization | None:
         """Return how linear weights are quantised; None if they are not.
@@ -72,7 +79,7 @@ class ExportOptions:
             "--pure": self.pure,
             "--symmetric": self.symmetric is True,
             "--asymmetric": self.symmetric is False,
-            f"--accuracy-level {self.accuracy_level}": self.accuracy_level != 4,
+            f"--accuracy-level {self.accuracy_level}": self.accuracy_level is not None,
         }
         if self.weights is None:
             if wanted := [option for option, is_given in given.items() if is_given]:
@@ -91,10 +98,17 @@ class ExportOptions:
                 "--asymmetric was asked for, but int8 weights are symmetric: zero points would "
                 "bring them nothing. Leave it out, or take --weights int4."
             )
+        levels = FLAVOURS[self.attention].accuracy_levels
+        if self.chosen_accuracy_level not in levels:
+            raise ExportError(
+                f"--accuracy-level {self.accuracy_level} was asked for, but the operator of the "
+                f"{self.attention} flavour computes it as level 1. Take one of "
+                f"{', '.join(map(str, sorted(levels)))}, or --attention flash."
+            )
         return Quantization(
             block_size=self.block_size or DEFAULT_BLOCK_SIZE[self.weights],
             symmetric=self.weights == "int8" or bool(self.symmetric),
-            accuracy_level=self.accuracy_level,
+            accuracy_level=self.chosen_accuracy_level,
             method="least squares",
         )
 

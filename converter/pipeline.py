@@ -188,11 +188,16 @@ def _trace(
             from kvconv.converter.quantization import quantize
 
             quantized, weights = quantize(graph, options)
+            if verifier is not None:
+                for weight in weights:
+                    weight.round_when_written()
         release_memory()
+    with stages("write weights"):
+        save(graph, folder)
+        _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
     if quantized is not None and verifier is not None:
-        with stages("round"), quiet():
-            for weight in weights:
-                weight.round()
+        with stages("rounded reference"), quiet():
+            release_memory()
             reference = verifier.reference(
                 loaded.model,
                 loaded.tokenizer,
@@ -200,9 +205,6 @@ def _trace(
                 float_weights=reference,
             )
             release_memory()
-    with stages("write weights"):
-        save(graph, folder)
-        _save_configs(loaded.model, loaded.tokenizer, folder, spec.vocab_size)
     return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized, counts)
 
 

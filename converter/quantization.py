@@ -91,7 +91,7 @@ def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, li
             continue
         nbits = _nbits_weight(weight, linears, options, _is_sensitive(graph, linears))
         for linear in linears:
-            _replace(graph, linear, nbits, options.accuracy_level)
+            _replace(graph, linear, nbits, options.chosen_accuracy_level)
         for node in gathers:
             _replace_gather(graph, node, nbits)
         nbits.register(graph)
@@ -106,9 +106,10 @@ def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, li
             f"exports without --weights."
         )
     common.RemoveUnusedNodesPass()(model)
-    model.opset_imports.setdefault(
-        names.OP_DOMAIN if options.attention == "flash" else names.ORT_DOMAIN, 1
-    )
+    if options.attention == "flash":
+        model.opset_imports.setdefault(names.OP_DOMAIN, names.OP_VERSION)
+    else:
+        model.opset_imports.setdefault(names.ORT_DOMAIN, 1)
     stored = Counter[str]()
     for nbits in weights:
         stored[str(nbits.form)] += nbits.nbytes

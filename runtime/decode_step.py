@@ -13,6 +13,7 @@ import onnxruntime
 
 from kvconv import names
 from kvconv.runtime.kv_cache import KVCache
+from kvconv.runtime.run_arrays import check_token_ids, count_positions
 
 _MASKS_AT_ONCE = 16
 
@@ -43,16 +44,18 @@ class DecodeStep:
         self._length = cache.length
         self._mask = attention_mask
         self._masks: list[onnxruntime.OrtValue] = []  # of the next steps, last first
+        self._slot_positions = count_positions(attention_mask, 0).data  # [batch_size, capacity]
         self._logits = logits
+        self._vocab_size = logits.shape[2]
         self._execute = execute
-        ids = np.zeros((cache.batch_size, 1), np.int64)
+        ids = positions = np.zeros((cache.batch_size, 1), np.int64)
         self._ids = _numbers(cache.arrays.bind_input(names.INPUT_IDS, ids))
-        positions = attention_mask[:, : cache.length].sum(axis=1, keepdims=True)
         if has_positions:
             positions = cache.arrays.bind_input(names.POSITION_IDS, positions)
         self._positions = _numbers(positions)
         cache.arrays.bind_input(names.NUM_LOGITS_TO_KEEP, np.array(1, np.int64))
         cache.arrays.bind_output(names.LOGITS, logits)
+        self._changes = cache.arrays.changes
 
     def run(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a token to each row and return the logits of what follows.
@@ -67,23 +70,28 @@ class DecodeStep:
             CacheFullError: The cache is full; nothing has run.
         """
         cache = self._cache
-        if cache.length != self._length:
+        if cache.length != self._length or cache.arrays.changes != self._changes:
             raise ValueError(
-                f"The cache holds {cache.length} tokens and not {self._length}: it was run or "
-                f"rewound by something else. Make a new step."
+                f"The cache holds {cache.length} tokens, and {self._length} when this step last "
+                f"ran; something else has run, rewound or bound it since. Make a new step."
             )
+        if len(token_ids) != cache.batch_size:
+            raise ValueError(
+                f"There are {len(token_ids)} token_ids; the cache has {cache.batch_size} rows, "
+                f"and each takes one"
+            )
+        check_token_ids("token_ids", token_ids, self._vocab_size)
         cache.check_room(1)
         binding = cache.prepare_run(1)
         for row, token_id in enumerate(token_ids):
             self._ids[row] = token_id
+            self._positions[row] = self._slot_positions[row, self._length]
         if not self._masks:
             self._masks = self._next_masks()
         binding.bind_ortvalue_input(names.ATTENTION_MASK, self._masks[-1])
         self._execute(binding)
         cache.commit_run(1)
         self._masks.pop()
-        for row in range(cache.batch_size):
-            self._positions[row] += 1
         self._length += 1
         return self._logits
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvconv.plan import PREFILL_CHUNK_TOKENS
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.capacity import (
     RowParams,
@@ -29,9 +30,6 @@ from kvconv.runtime.row import GenerationEvent, Row
 from kvconv.runtime.sampling import SamplingParams
 from kvconv.runtime.session import Session, check_max_sequence_length
 from kvconv.runtime.tokenizer import Tokenizer
-
-PREFILL_CHUNK_TOKENS = 512
-"""Tokens per row in one run of the prefill: bounds the activations, and lets Ctrl-C through."""
 
 GREEDY = SamplingParams()
 
@@ -257,7 +255,7 @@ class Generator:
         input_ids: npt.NDArray[np.int64],
         attention_mask: npt.NDArray[np.int64] | None = None,
         *,
-        chunk_tokens: int | None = None,
+        prefill_chunk: int | None = None,
         out: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Run prompts in chunks and return the logits of their last tokens.
@@ -266,7 +264,7 @@ class Generator:
             cache: Grows by sequence_length.
             input_ids: [batch_size, sequence_length].
             attention_mask: [batch_size, cache.length + sequence_length or wider]; None for ones.
-            chunk_tokens: Tokens per row and run, >= 1; None for `prefill_chunk`.
+            prefill_chunk: Most tokens per row in one run, >= 1; None for the generator's.
             out: [batch_size, 1, vocab_size] to write into; None for a new array.
 
         Returns:
@@ -277,7 +275,7 @@ class Generator:
             FlavourError: The flavour takes no such chunks; nothing has run.
         """
         cache.check_room(input_ids.shape[1])
-        chunk_tokens = self.chunk_tokens(cache.batch_size, input_ids.shape[1], chunk_tokens)
+        chunk_tokens = self.chunk_tokens(cache.batch_size, input_ids.shape[1], prefill_chunk)
         logits = self._run(cache, input_ids[:, :chunk_tokens], attention_mask, out)
         for start in range(chunk_tokens, input_ids.shape[1], chunk_tokens):
             chunk = input_ids[:, start : start + chunk_tokens]

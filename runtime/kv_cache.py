@@ -44,9 +44,13 @@ class BoundArrays:
 
     Args:
         binding: Bound to, as long as this lives.
+
+    Attributes:
+        changes: Grows with every call: while it stays, what was bound last is bound still.
     """
 
     def __init__(self, binding: onnxruntime.IOBinding) -> None:
+        self.changes = 0
         self._binding = binding
         self._arrays: dict[str, npt.NDArray[Any]] = {}
 
@@ -55,6 +59,7 @@ class BoundArrays:
 
         It may be written to between runs, until an array of another shape is bound to the name.
         """
+        self.changes += 1
         bound = self._arrays.get(name)
         if bound is not None and bound.shape == array.shape:
             bound[...] = array
@@ -66,11 +71,18 @@ class BoundArrays:
         return bound
 
     def bind_output(self, name: str, array: npt.NDArray[np.float32]) -> None:
-        """Let the next run write into a contiguous array."""
+        """Let runs write into a contiguous array."""
+        self.changes += 1
         if self._arrays.get(name) is not array:
             self._arrays[name] = array
             value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
             self._binding.bind_ortvalue_output(name, value)
+
+    def release_output(self, name: str) -> None:
+        """Let go of the array that runs wrote into, which would live as long as the cache."""
+        self.changes += 1
+        del self._arrays[name]
+        self._binding.bind_output(name)
 
 
 class KVCache(ABC):

@@ -87,6 +87,12 @@ def register_library(
                 f"operators; the installed library has {names.OP_VERSION}. Upgrade kvconv, or, if "
                 f"you trust who made the bundle, use its own library with --use-bundle-library."
             )
+        if op_version < names.OP_VERSION and bundle.manifest.quantization is not None:
+            raise LibraryError(
+                f"The bundle {bundle.path} has quantised weights as version {op_version} of the "
+                f"{names.OP_DOMAIN} operators read them; the installed library has "
+                f"{names.OP_VERSION}, which reads them in another order. Export the model again."
+            )
         custom_ops.register(options)
         return
     if names.LIBRARY_FILE not in bundle:

@@ -26,6 +26,13 @@ from kvconv.runtime.ort_options import (
     register_library,
     session_options,
 )
+from kvconv.runtime.run_arrays import (
+    check_out,
+    check_token_ids,
+    count_positions,
+    int64_array,
+    int64_of_shape,
+)
 
 
 class Session:
@@ -173,36 +180,31 @@ class Session:
             CacheFullError: The tokens do not fit; nothing is written and nothing has run.
             FlavourError: The bundle's attention does not take such a run; nothing has run.
         """
-        ids = _int64("input_ids", input_ids)
+        ids = int64_array("input_ids", input_ids)
         if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
             raise ValueError(f"input_ids is {ids.shape}; it must be [{cache.batch_size}, >= 1]")
-        for token_id in (ids.item(),) if ids.size == 1 else (ids.min(), ids.max()):
-            if not 0 <= token_id < self.manifest.vocab_size:
-                raise ValueError(
-                    f"input_ids holds {token_id}; token ids are at least 0 and below vocab_size "
-                    f"{self.manifest.vocab_size}"
-                )
+        extremes = (ids.item(),) if ids.size == 1 else (ids.min(), ids.max())
+        check_token_ids("input_ids", extremes, self.manifest.vocab_size)
         if num_logits_to_keep < 0:
             raise ValueError(f"num_logits_to_keep is {num_logits_to_keep}; it must be >= 0")
         batch_size, sequence_length = ids.shape
         cache.check_room(sequence_length)
         total = cache.length + sequence_length
-        mask = _array(
+        mask = int64_of_shape(
             "attention_mask",
             np.ones((batch_size, total), np.int64) if attention_mask is None else attention_mask,
             (batch_size, total),
         )
-        positions = _array(
+        positions = int64_of_shape(
             "position_ids",
-            _positions(mask, cache.length) if position_ids is None else position_ids,
+            count_positions(mask, cache.length) if position_ids is None else position_ids,
             ids.shape,
         )
         check_run(self.manifest.attention, mask, positions)
         kept = min(num_logits_to_keep or sequence_length, sequence_length)
         shape = (batch_size, kept, self.manifest.vocab_size)
         logits = np.empty(shape, np.float32) if out is None else out
-        if logits.shape != shape or logits.dtype != np.float32 or not logits.flags.c_contiguous:
-            raise ValueError(f"out is {logits.dtype} {logits.shape}; it must be float32 {shape}")
+        check_out("out", logits, shape)
 
         binding = cache.prepare_run(sequence_length)
         cache.arrays.bind_input(names.INPUT_IDS, ids)
@@ -214,6 +216,8 @@ class Session:
         cache.arrays.bind_output(names.LOGITS, logits)
         self._execute(binding)
         cache.commit_run(sequence_length)
+        if out is None:  # no other run writes into this array, and it may be large
+            cache.arrays.release_output(names.LOGITS)
         return logits
 
     def decode_step(
@@ -228,11 +232,16 @@ class Session:
             cache: Made by this session, and run at least once with this mask.
             attention_mask: [batch_size, cache.capacity] int64.
             logits: [batch_size, 1, vocab_size] float32, contiguous, for the logits of each step.
+
+        Raises:
+            FlavourError: The bundle's attention does not take such steps.
         """
+        mask = int64_of_shape("attention_mask", attention_mask, (cache.batch_size, cache.capacity))
+        check_out("logits", logits, (cache.batch_size, 1, self.manifest.vocab_size))
+        # The last step sees the whole mask; every other one sees where that begins.
+        check_run(self.manifest.attention, mask, count_positions(mask, cache.capacity - 1))
         has_positions = names.POSITION_IDS in self.manifest.inputs
-        return DecodeStep(
-            cache, attention_mask, logits, has_positions=has_positions, execute=self._execute
-        )
+        return DecodeStep(cache, mask, logits, has_positions=has_positions, execute=self._execute)
 
     def _execute(self, binding: onnxruntime.IOBinding) -> None:
         try:
@@ -283,25 +292,3 @@ def check_max_sequence_length(manifest: Manifest, max_sequence_length: int) -> N
             needed=max_sequence_length,
             capacity=limit,
         )
-
-
-def _int64(name: str, value: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    array = np.asarray(value)
-    if array.size > 0 and array.dtype.kind not in "iub":
-        raise TypeError(f"{name} is {array.dtype}; it must hold integers")
-    return np.ascontiguousarray(array, np.int64)
-
-
-def _array(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    array = _int64(name, value)
-    if array.shape != shape:
-        raise ValueError(f"{name} is {array.shape}; it must be {shape}")
-    return array
-
-
-def _positions(mask: npt.NDArray[np.int64], past: int) -> npt.NDArray[np.int64]:
-    """Return how many tokens that may be attended to come before each new one."""
-    attended = mask != 0
-    before = attended[:, :past].sum(axis=1, keepdims=True)
-    positions = before + np.cumsum(attended[:, past:], axis=1) - 1
-    return np.asarray(np.maximum(positions, 0))

@@ -70,7 +70,7 @@ def test_a_right_bundle_passes_and_says_what_it_lost(quantized, weights):
     assert lost.kl > (10 if weights == "int4" else 1) * min(check.kl for check in found.values())
     manifest = read_manifest(folder)
     assert manifest.weights_dtype == weights
-    assert manifest.quantization.accuracy_level == 4
+    assert manifest.quantization.accuracy_level == 2
     assert sum(manifest.quantization.stored_bytes.values()) > 0
 
 

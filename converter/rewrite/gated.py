@@ -45,7 +45,7 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": _relu,
 }
-"""Value of the op's attribute -> what it computes; any two differ by 1e-4 or more somewhere."""
+"""Value of the op's attribute -> what it computes; gelu and gelu_tanh differ by 4.7e-4 at most."""
 
 
 def apply(editor: Editor) -> Outcome:
@@ -72,8 +72,8 @@ def _pattern(split: gs.Node) -> gs.Node | None:
 
 
 def _check(graph: gs.Graph, gate: gs.Variable, operand: gs.Tensor | None) -> str | None:
-    """Return which activation of the gate an operand is."""
-    if not isinstance(operand, gs.Variable) or len(gate.shape) < 2:
+    """Return which activation of the gate an operand is: the nearest, where that is near enough."""
+    if not isinstance(operand, gs.Variable) or gate.shape is None or len(gate.shape) < 2:
         return None
     column = _PROBE.astype(gate.dtype).reshape(-1, 1)
     shape = (*[1] * (len(gate.shape) - 2), len(column), gate.shape[-1])
@@ -81,12 +81,18 @@ def _check(graph: gs.Graph, gate: gs.Variable, operand: gs.Tensor | None) -> str
         (actual,) = Cut(graph, [operand], [gate]).run({gate.name: np.broadcast_to(column, shape)})
     except NotEvaluableError:
         return None
-    tolerance = 1e-3 if gate.dtype == np.float16 else 1e-5
-    for name, function in _ACTIVATIONS.items():
-        expected = function(column.astype(np.float64))
-        if actual.shape == shape and np.allclose(actual, expected, rtol=tolerance, atol=tolerance):
-            return name
-    return None
+    if actual.shape != shape:
+        return None
+    exact = column.astype(np.float64)
+    errors = {name: _error(actual, function(exact)) for name, function in _ACTIVATIONS.items()}
+    nearest = min(errors, key=errors.__getitem__)  # in float16 gelu and gelu_tanh are both near
+    return nearest if errors[nearest] <= (1e-3 if gate.dtype == np.float16 else 1e-5) else None
+
+
+def _error(actual: Array, expected: Array) -> float:
+    """Return the largest error: absolute below 1, relative above; NaN and infinity are infinite."""
+    errors = np.abs(actual - expected) / (1 + np.abs(expected))
+    return float(np.where(np.isfinite(errors), errors, np.inf).max())
 
 
 def _rewrite(editor: Editor, packed: gs.Variable, old: gs.Variable, activation: str) -> None:

@@ -135,8 +135,9 @@ def recognise(graph: gs.Graph, mask: gs.Tensor) -> Visibility | str:
             total_sequence_length] bool (True = attend) or float (added to the scores).
     """
     above = producer(mask)
-    if above is not None and above.op == "Cast" and above.inputs[0].dtype == np.float32:
-        mask = above.inputs[0]  # MPT's ALiBi is float32 in float16 models too, which would round it
+    if above is not None and above.op == "Cast":
+        if (above.inputs[0].dtype, mask.dtype) == (np.float32, np.float16):
+            mask = above.inputs[0]  # MPT's ALiBi, float32 in float16 models too, which round it
     try:
         cut = Cut(graph, [mask], positions=False)
         visibility = _guess(cut)

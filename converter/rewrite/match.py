@@ -49,13 +49,15 @@ def columns(tensor: gs.Tensor) -> Columns | None:
     if node is None or node.op not in {"Split", "Slice"}:
         return None
     source = node.inputs[0]
-    if source.shape is None or not isinstance(source.shape[-1], int):
+    if not source.shape or not isinstance(source.shape[-1], int):
         return None
     width, last = source.shape[-1], len(source.shape) - 1
     numbers = [t.values.tolist() for t in node.inputs[1:] if isinstance(t, gs.Constant)]
     if len(numbers) != len(node.inputs) - 1:
         return None
     if node.op == "Slice":
+        if len(numbers) < 3:  # no axes: it cuts every one from the first on
+            return None
         starts, ends, axes, *steps = numbers
         if axes not in ([-1], [last]) or steps not in ([], [[1]]):
             return None

@@ -114,7 +114,8 @@ def _rewrite(editor: Editor, match: _Match) -> None:
 
 def _moves_heads(node: gs.Node) -> bool:
     """Tell whether a Transpose leaves the last axis in its place."""
-    return node.op == "Transpose" and node.attrs["perm"][-1] == len(node.attrs["perm"]) - 1
+    perm = node.attrs.get("perm")  # None: all axes in reverse order
+    return node.op == "Transpose" and perm is not None and perm[-1] == len(perm) - 1
 
 
 def _squared(tensor: gs.Tensor) -> gs.Variable | None:

@@ -1,11 +1,11 @@
 // kvconv::GatherBlockQuantized towards ONNX Runtime: rows of quantised weights, as float32.
 //
-//   data         [N, ceil(K / block_size) * block_size * bits / 8] uint8, the bytes of MatMulNBits
+//   data         MatMulNBits's B, uint8
 //   indices      [..] int64, from -N to N - 1
-//   scales       [N, ceil(K / block_size)] float32 or float16
+//   scales       MatMulNBits's, float32 or float16
 //   zero_points  as scales; absent = 2^(bits - 1)
 //   Y            [.., K] float32
-//   K, bits (4 or 8), block_size
+//   K, N, bits (4 or 8), block_size
 #include <vector>
 
 #include "kvconv/quantized.h"
@@ -60,7 +60,7 @@ void compute(const GatherNode& node, ort::KernelContext* context) {
 ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
                          void** node) {
   return guarded(api, kName, [&] {
-    QuantizedMatrix weights = read_quantized_attributes(api, info, false);
+    QuantizedMatrix weights = read_quantized_attributes(api, info);
     weights.scale_type = data_type(static_cast<const GatherOp*>(op)->scale);
     *node = new GatherNode{api, InputReader<kNumGatherInputs>(api, info), weights};
   });

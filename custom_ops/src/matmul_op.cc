@@ -1,12 +1,14 @@
 // kvconv::MatMulNBits towards ONNX Runtime: activations times quantised weights.
 //
 //   A            [.., K] float32 or float16
-//   B            [N, ceil(K / block_size) * block_size * bits / 8] uint8
-//   scales       [N, ceil(K / block_size)] float32 or float16
+//   B            [ceil(N / 16), ceil(K / block_size) * block_size * bits / 32, 16, 4] uint8:
+//                groups of 16 rows, the words of which lie side by side; see kvconv/quantized.h
+//   scales       [ceil(N / 16), ceil(K / block_size), 16] float32 or float16
 //   zero_points  as scales; absent = 2^(bits - 1)
 //   bias         [N] of A's type; may be absent
 //   Y            [.., N] of A's type
-//   K, N, bits (4 or 8), block_size, accuracy_level (1 = float32 activations, 4 = int8 ones)
+//   K, N, bits (4 or 8), block_size
+//   accuracy_level: activations are float32 (1), 16-bit integers (2) or 8-bit ones (4)
 #include "matmul_op.h"
 
 #include "kvconv/quantized.h"
@@ -72,20 +74,30 @@ void compute(const MatMulNode& node, ort::KernelContext* context) {
   pool.throw_if_failed();
 }
 
+Rounding read_accuracy_level(const ort::Api* api, const ort::KernelInfo* info) {
+  const std::int64_t level = read_int(api, info, "accuracy_level", 2);
+  switch (level) {
+    case 1:
+      return Rounding::kNone;
+    case 2:
+      return Rounding::kInt16;
+    case 4:
+      return Rounding::kInt8;
+    default:
+      refuse(text("accuracy_level is ", level,
+                  "; it must be 1 (float32 activations), 2 (16-bit integers) or 4 (8-bit ones)."));
+  }
+}
+
 ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
                          void** node) {
   const auto* self = static_cast<const MatMulOp*>(op);
   return guarded(api, kName, [&] {
     MatMulParams p;
-    p.weights = read_quantized_attributes(api, info, true);
+    p.weights = read_quantized_attributes(api, info);
     p.weights.scale_type = data_type(self->scale);
     p.activation_type = data_type(self->activation);
-    const std::int64_t accuracy_level = read_int(api, info, "accuracy_level", 4);
-    if (accuracy_level != 1 && accuracy_level != 4) {
-      refuse(text("accuracy_level is ", accuracy_level,
-                  "; it must be 1 (float32 activations) or 4 (int8 activations)."));
-    }
-    p.quantizes_activations = accuracy_level == 4;
+    p.rounding = read_accuracy_level(api, info);
     *node = new MatMulNode{api, InputReader<kNumMatMulInputs>(api, info), p};
   });
 }

@@ -15,13 +15,12 @@ struct QuantizedInputNames {
   const char* zero_points;
 };
 
-// Reads and checks K, bits and block_size, and N (when `has_rows`); throws OpError. All else of the
-// matrix is left for a run.
-QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::KernelInfo* info,
-                                          bool has_rows);
+// Reads and checks N, K, bits and block_size; throws OpError. All else of the matrix is left for a
+// run.
+QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::KernelInfo* info);
 
-// Fills in the matrix of a run from its inputs. `matrix` holds the attributes; a `rows` of 0 takes
-// the number of rows from the data. Throws OpError, naming both numbers that disagree.
+// Fills in the matrix of a run from its inputs. `matrix` holds the attributes. Throws OpError,
+// naming both shapes that disagree.
 void read_quantized_inputs(const Tensor& data, const Tensor& scales, const Tensor& zero_points,
                            const QuantizedInputNames& names, QuantizedMatrix* matrix);
 

@@ -14,8 +14,10 @@ A run splits: `--peers` and `--depths` take parts, and the lines of `--out` add 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ PEERS = {
 }
 _SETTLE_S = 0.3  # OpenMP threads spin for 0.2 s after their work
 _FIRST_IDS = 12
+_LAST_WORDS_BYTES = 2000
 
 
 class Peer:
@@ -49,11 +52,13 @@ class Peer:
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
+        # A file: libraries print as much as they like, and a pipe that nobody reads would fill.
+        self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
         self.settings = self._read()["settings"]
@@ -68,13 +73,17 @@ class Peer:
     def close(self) -> None:
         """End the driver."""
         self._process.communicate(timeout=30)
+        self._errors.close()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            _, errors = self._process.communicate()
-            sys.exit(f"{self.name} ended with {self._process.returncode}: {errors[-2000:]}")
+            self._process.communicate()
+            size = self._errors.seek(0, os.SEEK_END)
+            self._errors.seek(max(size - _LAST_WORDS_BYTES, 0))
+            errors = self._errors.read().decode(errors="replace")
+            sys.exit(f"{self.name} ended with {self._process.returncode}: {errors}")
         document: dict[str, Any] = json.loads(line)
         return document
 

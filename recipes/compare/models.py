@@ -8,6 +8,7 @@ FOLDER/optimum/NAME             of optimum's exporter
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class Models:
             script = HERE / "convert" / "gguf_to_hf.py"
             self._python("genai", script, self.gguf, partial)
 
-        return self._built("hf", "config.json", build)
+        return self._built("hf", build)
 
     def float16_gguf(self) -> Path:
         """Return a GGUF file with float16 weights."""
@@ -72,7 +73,7 @@ class Models:
                 *("-o", partial, "-e", "cpu", "-c", cache, *GENAI_KINDS[kind]),
             )
 
-        return self._built(kind, "genai_config.json", build)
+        return self._built(kind, build)
 
     def optimum(self) -> Path:
         """Return a folder of optimum's exporter."""
@@ -84,7 +85,7 @@ class Models:
                 *("--task", "text-generation-with-past", partial),
             )
 
-        return self._built("optimum", "model.onnx", build)
+        return self._built("optimum", build)
 
     def _copy_for_transformers_4(self, source: Path) -> Path:
         """Return a folder of links whose config has rope_theta where transformers 4 reads it.
@@ -103,12 +104,15 @@ class Models:
         (target / "config.json").write_text(json.dumps(config))
         return target
 
-    def _built(self, kind: str, complete: str, build: Callable[[Path], None]) -> Path:
+    def _built(self, kind: str, build: Callable[[Path], None]) -> Path:
         target = self._folder / kind / self._name
-        if not (target / complete).exists():
+        if not target.exists():
             print(f"building {target} ...", file=sys.stderr, flush=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-            build(target)
+            partial = target.with_name(f"{self._name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a build that was interrupted
+            build(partial)
+            partial.rename(target)
         return target
 
     def _python(self, environment: str, *arguments: object) -> None:

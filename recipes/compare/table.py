@@ -48,10 +48,9 @@ def print_table(lines: list[dict[str, Any]]) -> None:
                 if (who, *column) in best
             ]
             if column[0] == "decode" and len(ids) == 2:
-                same = next(
-                    (i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a != b), len(ids[0])
-                )
-                agreeing.append(f"{column[1]}: {same} of {len(ids[0])}")
+                pairs = list(zip(*ids, strict=False))  # runs of other --gen have fewer or more
+                same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+                agreeing.append(f"{column[1]}: {same} of {len(pairs)}")
         print(f"  {peer}: {', '.join(agreeing)}")
     busy = [key for key, line in best.items() if line["other_cores"] > _BUSY_CORES]
     if busy:

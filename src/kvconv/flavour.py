@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvconv.manifest import AttentionFlavour
+from kvconv.manifest import AccuracyLevel, AttentionFlavour
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +14,22 @@ class Flavour:
         shared_buffer: Whether past and present may be one memory of full capacity.
         padding: Whether attention_mask may hold zeros: left and right padding, holes.
         batched_chunks: Whether several new tokens may follow a past at a batch size above 1.
+        accuracy_levels: Those that its products with quantised weights take, the default first.
+            ONNX Runtime's operator computes level 2 (float16, says its contract) as level 1.
     """
 
     shared_buffer: bool
     padding: bool
     batched_chunks: bool
+    accuracy_levels: tuple[AccuracyLevel, ...]
 
 
 FLAVOURS: Mapping[AttentionFlavour, Flavour] = {
-    "flash": Flavour(shared_buffer=True, padding=True, batched_chunks=True),
-    "standard": Flavour(shared_buffer=False, padding=True, batched_chunks=True),
-    "gqa": Flavour(shared_buffer=True, padding=False, batched_chunks=False),
+    "flash": Flavour(
+        shared_buffer=True, padding=True, batched_chunks=True, accuracy_levels=(2, 1, 4)
+    ),
+    "standard": Flavour(
+        shared_buffer=False, padding=True, batched_chunks=True, accuracy_levels=(4, 1)
+    ),
+    "gqa": Flavour(shared_buffer=True, padding=False, batched_chunks=False, accuracy_levels=(4, 1)),
 }

@@ -26,6 +26,7 @@ HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 AttentionFlavour = Literal["flash", "standard", "gqa"]
 ActivationDtype = Literal["float32", "float16"]
 QuantizedDtype = Literal["int8", "int4"]
+AccuracyLevel = Literal[1, 2, 4]
 WeightsDtype = Literal["float32", "float16", "int8", "int4"]
 CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]
@@ -84,14 +85,15 @@ class Quantization:
     Attributes:
         block_size: Weights of a row that share a scale, where nothing more precise was chosen.
         symmetric: Whether all zero points are the middle, 2^(bits-1); 8-bit weights always are.
-        accuracy_level: 4: activations become 8-bit integers, in blocks; 1: they stay float.
+        accuracy_level: What activations become in products with the weights. 4: 8-bit integers,
+            each block with a scale; 2: 16-bit ones; 1: they stay float.
         method: How scales and zero points were chosen.
         stored_bytes: What the weights take, by bits and block size.
     """
 
     block_size: int
     symmetric: bool
-    accuracy_level: int
+    accuracy_level: AccuracyLevel
     method: str
     stored_bytes: Mapping[str, int] = field(default_factory=dict)
 

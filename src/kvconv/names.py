@@ -25,8 +25,11 @@ GATED_ACTIVATION = "GatedActivation"
 SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
 SKIP_LAYER_NORMALIZATION = "SkipLayerNormalization"
 HEAD_RMS_NORMALIZATION = "HeadRMSNormalization"
-OP_VERSION = 1
-"""Version of the operator domain that this kvconv writes and runs."""
+OP_VERSION = 2
+"""Version of the operator domain that this kvconv writes and runs.
+
+Version 1 had other layouts of quantised weights; all else is the same.
+"""
 
 ORT_DOMAIN = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""

@@ -1,4 +1,4 @@
-"""Bytes of everything a run allocates, from a cache spec alone.
+"""What a run allocates: its length at most, and bytes from a cache spec alone.
 
 The same figures serve `inspect`, `run --stats` and the runtime before it allocates.
 """
@@ -6,6 +6,9 @@ The same figures serve `inspect`, `run --stats` and the runtime before it alloca
 from collections.abc import Sequence
 
 from kvconv.manifest import CacheLayer
+
+PREFILL_CHUNK_TOKENS = 512
+"""Tokens per row in one run of a prefill: bounds the activations, and lets Ctrl-C through."""
 
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -37,9 +37,14 @@ def test_check_changes_no_file(tmp_path, is_there):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * is_there
 
 
-@pytest.mark.parametrize(
-    "name", ["speed", "speed.xyz", "speed.pgf", "absent/speed.png", "folder.png"]
-)
+@pytest.mark.parametrize("name", ["speed", "speed.xyz", "speed.pgf"])
+def test_chart_of_no_image_format_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"no image format; choose one of .*\.png"):
+        check_chart(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["absent/speed.png", "folder.png"])
 def test_chart_that_cannot_be_written_is_refused(tmp_path, name):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(OutputExistsError, match="choose") as caught:

@@ -135,11 +135,12 @@ def test_plot_is_written(bundle, tmp_path):
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["absent/speed.png", "speed.xyz"])
-def test_bad_plot_path_is_refused_before_anything_runs(bundle, tmp_path, name):
+@pytest.mark.parametrize(("name", "exit_code"), [("absent/speed.png", 1), ("speed.xyz", 2)])
+def test_bad_plot_path_is_refused_before_anything_runs(bundle, tmp_path, name, exit_code):
     result = bench(bundle, *QUICK, "--plot", str(tmp_path / name))
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (exit_code, "")
     assert "choose" in result.stderr
+    assert ("Invalid value for --plot" in result.stderr) == (exit_code == 2)
 
 
 def test_plot_without_matplotlib_says_what_to_install(bundle, monkeypatch, tmp_path):

@@ -28,6 +28,7 @@ def graph(nodes, weights, *, inputs=("x",), outputs=("y",), sizes=None) -> ir.Mo
     """Return a model over x [2, 3, WIDTH] and input_ids [2, 3]."""
     values = {
         "x": helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "tokens", WIDTH]),
+        "narrow": helper.make_tensor_value_info("narrow", TensorProto.FLOAT, [2, 3, WIDTH - 8]),
         names.INPUT_IDS: helper.make_tensor_value_info(
             names.INPUT_IDS, TensorProto.INT64, ["batch", "tokens"]
         ),
@@ -54,6 +55,7 @@ def graph(nodes, weights, *, inputs=("x",), outputs=("y",), sizes=None) -> ir.Mo
 def feeds() -> dict[str, np.ndarray]:
     return {
         "x": weight(2, 3, WIDTH) * 5,
+        "narrow": weight(2, 3, WIDTH - 8) * 5,
         names.INPUT_IDS: RANDOM.integers(0, VOCAB_SIZE, (2, 3)),
     }
 
@@ -88,7 +90,7 @@ def assert_near(found, wanted, bits):
 
 @pytest.mark.parametrize("attention", FLAVOURS)
 @pytest.mark.parametrize(("weights", "bits"), [("int4", 4), ("int8", 8)])
-@pytest.mark.parametrize("level", [1, 4])
+@pytest.mark.parametrize("level", [None, 1, 4])
 def test_matmul_with_a_bias_becomes_one_node(tmp_path, attention, weights, bits, level):
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["product"]),
@@ -282,7 +284,7 @@ def test_asymmetric_int8_is_refused():
         ({"pure": True, "dtype": "float16"}, "--pure .* stay float16"),
         ({"symmetric": True}, "--symmetric"),
         ({"symmetric": False}, "--asymmetric"),
-        ({"accuracy_level": 1, "pure": True}, "--pure, --accuracy-level 1"),
+        ({"accuracy_level": 4, "pure": True}, "--pure, --accuracy-level 4"),
         ({"pure": True, "weights": "int8"}, "--pure .* int8 ones all have 8"),
     ],
 )
@@ -291,18 +293,32 @@ def test_an_option_for_other_weights_is_refused(options, words):
         ExportOptions(**options).quantization()
 
 
-def test_rounding_pytorchs_memory_gives_what_is_stored(tmp_path):
-    """The reference of verification: the float graph over rounded weights equals the bits."""
-    values = {"w": weight(WIDTH, 64)}
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    model = graph(nodes, values)
-    memory = values["w"].copy()
+@pytest.mark.parametrize("attention", ["standard", "gqa"])
+def test_accuracy_level_that_the_operator_lacks_is_refused(attention):
+    options = ExportOptions(weights="int4", attention=attention, accuracy_level=2)
+    with pytest.raises(ExportError, match=f"level 2 .* {attention} flavour .* one of 1, 4"):
+        options.quantization()
+
+
+@pytest.mark.parametrize("attention", FLAVOURS)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_rounding_pytorchs_memory_gives_what_is_stored(tmp_path, attention, symmetric):
+    """The reference of verification: the float graph over rounded weights equals the bits.
+
+    Blocks that the width does not fill, and coarse ones, are not found again in what was rounded.
+    """
+    memory = weight(WIDTH - 8, 512)
+    before = memory.copy()
+    model = graph(
+        [helper.make_node("MatMul", ["narrow", "w"], ["y"])], {"w": memory}, inputs=("narrow",)
+    )
     model.graph.initializers["w"].const_value = ir.Tensor(memory, name="w")
-    _, weights = quantize(model, ExportOptions(weights="int4", accuracy_level=1))
+    options = {"attention": attention, "symmetric": symmetric, "accuracy_level": 1, "pure": True}
+    _, weights = quantize(model, ExportOptions(weights="int4", **options))
     for each in weights:
-        each.round()
-    assert not np.array_equal(memory, values["w"])
+        each.round_when_written()
     given = feeds()
     (tmp_path / "bits").mkdir()
     (found,) = run(model, tmp_path / "bits", given)
-    np.testing.assert_allclose(found, given["x"] @ memory, atol=1e-4)
+    assert not np.array_equal(memory, before)
+    np.testing.assert_allclose(found, given["narrow"] @ memory, atol=1e-5)

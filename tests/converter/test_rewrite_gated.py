@@ -37,6 +37,12 @@ def gelu_tanh_spelled_out(b: Builder, x: gs.Variable) -> gs.Variable:
     return b.op("Mul", b.op("Mul", x, b.const(0.5, b.dtype)), one)
 
 
+def gelu_spelled_out(b: Builder, x: gs.Variable) -> gs.Variable:
+    erf = b.op("Erf", b.op("Div", x, b.const(math.sqrt(2), b.dtype)))
+    one = b.op("Add", erf, b.const(1, b.dtype))
+    return b.op("Mul", b.op("Mul", x, b.const(0.5, b.dtype)), one)
+
+
 def relu(b: Builder, x: gs.Variable) -> gs.Variable:
     return b.op("Relu", x)
 
@@ -46,10 +52,14 @@ def quick_gelu(b: Builder, x: gs.Variable) -> gs.Variable:
 
 
 def build(
-    activation: Activation, *, widths: tuple[int, int] = (WIDTH, WIDTH), halves: bool = False
+    activation: Activation,
+    *,
+    widths: tuple[int, int] = (WIDTH, WIDTH),
+    halves: bool = False,
+    dtype: type = np.float32,
 ) -> Builder:
     """Return a graph of one gate; `halves` leaves the widths of a Split unsaid."""
-    b = Builder()
+    b = Builder(dtype=dtype)
     shape = ["batch_size", "sequence_length"]
     x = gs.Variable("x", b.dtype, [*shape, sum(widths)])
     b.graph.inputs = [x]
@@ -64,15 +74,18 @@ def build(
     return b
 
 
+GATES = [
+    (silu, "silu"),
+    (gelu, "gelu"),
+    (gelu_tanh, "gelu_tanh"),
+    (gelu_tanh_spelled_out, "gelu_tanh"),
+    (relu, "relu"),
+]
+
+
 @pytest.mark.parametrize(
     ("activation", "called"),
-    [
-        (silu, "silu"),
-        (gelu, "gelu"),
-        (gelu_tanh, "gelu_tanh"),
-        (gelu_tanh_spelled_out, "gelu_tanh"),
-        (relu, "relu"),
-    ],
+    GATES,
 )
 def test_gate_becomes_one_node_with_the_same_numbers(
     tmp_path: Path, activation: Activation, called: str
@@ -92,6 +105,27 @@ def test_gate_becomes_one_node_with_the_same_numbers(
         session = open_session(b.graph, tmp_path)
         results += run(session, {"x": x}).values()
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "called"), [*GATES, (gelu_spelled_out, "gelu")])
+def test_gate_of_float16_is_called_what_it_is_nearest_to(
+    activation: Activation, called: str
+) -> None:
+    b = build(activation, dtype=np.float16)
+    assert gated.apply(Editor(b.graph)).count == 1
+    (node,) = find(b.graph, names.GATED_ACTIVATION, names.OP_DOMAIN)
+    assert node.attrs == {"activation": called}
+
+
+def test_gate_of_float16_that_is_near_to_none_stays() -> None:
+    assert gated.apply(Editor(build(quick_gelu, dtype=np.float16).graph)).count == 0
+
+
+def test_gate_of_unknown_shape_stays() -> None:
+    b = build(silu)
+    (split,) = find(b.graph, "Split")
+    split.outputs[0].shape = None
+    assert gated.apply(Editor(b.graph)).count == 0
 
 
 @pytest.mark.parametrize(

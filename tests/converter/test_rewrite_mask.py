@@ -78,6 +78,15 @@ def test_recognise_alibi_that_is_rounded_at_the_end_only() -> None:
     assert answer.slopes == (1.0, 0.5, 0.25, 0.125)
 
 
+def test_recognise_float_that_is_cast_to_bool_is_read_as_bool() -> None:
+    def cast(b: Builder) -> gs.Variable:
+        """Say 1 for what is seen and 0 for what is not."""
+        numbers = b.op("Cast", bool_mask()(b), dtype=np.float32, to=onnx.TensorProto.FLOAT)
+        return b.op("Cast", numbers, dtype=bool, to=onnx.TensorProto.BOOL, shape=["b", 1, "s", "t"])
+
+    assert recognise(cast) == mask.Visibility(True)
+
+
 def test_recognise_infinite_bonus_is_no_mask() -> None:
     def bonus(b: Builder) -> gs.Variable:
         infinite = b.const(np.inf, np.float32)

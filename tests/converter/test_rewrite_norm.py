@@ -91,6 +91,21 @@ def test_something_else_stays(how: dict[str, Any]) -> None:
     assert len(b.graph.nodes) == nodes
 
 
+def test_norm_behind_a_transpose_without_perm_stays_behind_it() -> None:
+    b = Builder(head_dim=WIDTH)
+    x = gs.Variable("x", b.dtype, [WIDTH, "sequence_length", "batch_size"])
+    b.graph.inputs = [x]
+    turned = b.op("Transpose", x, shape=x.shape[::-1])
+    y = spelled_out(b, turned, b.weight(WIDTH))
+    b.graph.outputs = [b.op("Neg", y, shape=y.shape)]
+    values = np.random.default_rng(1).standard_normal((WIDTH, 3, 2)).astype(np.float32)
+    before = run(b.graph, values)
+    assert norm.apply(Editor(b.graph)).count == 1
+    sort(b.graph)
+    assert [n.op for n in b.graph.nodes] == ["Transpose", "RMSNormalization", "Neg"]
+    np.testing.assert_allclose(run(b.graph, values), before, rtol=1e-5)
+
+
 def test_older_opsets_have_no_such_node(tmp_path: Path) -> None:
     b, _ = build(opset=18)
     assert norm.apply(Editor(b.graph)).count == 0

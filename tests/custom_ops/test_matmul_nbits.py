@@ -1,7 +1,7 @@
 """kvconv::MatMulNBits and kvconv::GatherBlockQuantized against numpy and com.microsoft's ops.
 
-The kernels' panels are up to 32 rows of weights, their tiles up to 16 rows of activations and their
-pieces 32 columns, so sizes around those count.
+The weights' groups are 16 rows, the kernels' tiles up to 16 rows of activations and their pieces 32
+columns, so sizes around those count.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from kvconv import names
 
 @dataclass(frozen=True)
 class Weights:
-    """A quantised matrix, as both ops take it, and what it means."""
+    """A quantised matrix, as both ops take it, and what it means.
+
+    Rows that fill up the last group hold what must never be used: NaN for scales.
+    """
 
     rows: int
     columns: int
@@ -33,7 +36,8 @@ class Weights:
 
     @property
     def attributes(self) -> dict[str, int | float | str]:
-        return {"K": self.columns, "bits": self.bits, "block_size": self.block_size}
+        sizes = {"K": self.columns, "N": self.rows}
+        return sizes | {"bits": self.bits, "block_size": self.block_size}
 
     def quantized(self) -> npt.NDArray[np.uint8]:
         """Return q [N, num_blocks, block_size]; what lies beyond K is random too."""
@@ -43,7 +47,18 @@ class Weights:
 
     def data(self) -> npt.NDArray[np.uint8]:
         q = self.quantized().reshape(self.rows, -1)
-        return q if self.bits == 8 else q[:, 0::2] | (q[:, 1::2] << 4)
+        if self.bits == 8:
+            bytes_of_words = [q[:, b::4] for b in range(4)]
+        else:
+            bytes_of_words = [q[:, b::8] | (q[:, b + 4 :: 8] << 4) for b in range(4)]
+        return in_groups(np.stack(bytes_of_words, axis=2), 0xFF)
+
+    def grouped_scales(self) -> npt.NDArray:
+        return in_groups(self.scales(), np.nan)
+
+    def grouped_zero_points(self) -> npt.NDArray | None:
+        zero_points = self.zero_points()
+        return None if zero_points is None else in_groups(zero_points, np.nan)
 
     def scales(self) -> npt.NDArray:
         rng = np.random.default_rng(self.seed + 1)
@@ -69,15 +84,28 @@ class Weights:
         return weights.reshape(self.rows, -1)[:, : self.columns]
 
 
-def rounded(a: npt.NDArray, block_size: int) -> npt.NDArray[np.float64]:
-    """Round activations [M, K] to int8 as accuracy level 4 does: in pieces of 32 (or 16)."""
+def in_groups(rows: npt.NDArray, filling: float) -> npt.NDArray:
+    """Turn [N, width, ..] into [ceil(N / 16), width, 16, ..]."""
+    missing = np.full((-len(rows) % 16, *rows.shape[1:]), filling, rows.dtype)
+    groups = np.concatenate([rows, missing]).reshape(-1, 16, *rows.shape[1:])
+    return np.ascontiguousarray(groups.swapaxes(1, 2))
+
+
+def rounded(a: npt.NDArray, block_size: int, level: int) -> npt.NDArray[np.float64]:
+    """Round activations [M, K] as an accuracy level does: in pieces of 32 (or 16).
+
+    The largest of a piece becomes 127, or 127 * 256 at level 2.
+    """
+    if level == 1:
+        return a.astype(np.float64)
     piece = min(32, block_size)
     a32 = a.astype(np.float32)
     padded = np.pad(a32, ((0, 0), (0, -a.shape[1] % piece))).reshape(len(a), -1, piece)
     largest = np.abs(padded).max(axis=2, keepdims=True)
-    inverse = np.float32(127) / np.where(largest == 0, np.float32(1), largest)
+    steps = np.float32(127 if level == 4 else 127 * 256)
+    inverse = steps / np.where(largest == 0, np.float32(1), largest)
     q = np.rint(padded * inverse).astype(np.float64)
-    return (q * (largest / np.float32(127))).reshape(len(a), -1)[:, : a.shape[1]]
+    return (q * (largest / steps)).reshape(len(a), -1)[:, : a.shape[1]]
 
 
 def activations(rows: int, columns: int, kind: str = "float32") -> npt.NDArray:
@@ -89,7 +117,7 @@ def multiply(
     a: npt.NDArray,
     *,
     bias: npt.NDArray | None = None,
-    accuracy_level: int = 4,
+    accuracy_level: int,
     threads: int = 1,
 ) -> npt.NDArray:
     return one_node.run(
@@ -97,11 +125,11 @@ def multiply(
         {
             "A": a,
             "B": weights.data(),
-            "scales": weights.scales(),
-            "zero_points": weights.zero_points(),
+            "scales": weights.grouped_scales(),
+            "zero_points": weights.grouped_zero_points(),
             "bias": bias,
         },
-        weights.attributes | {"N": weights.rows, "accuracy_level": accuracy_level},
+        weights.attributes | {"accuracy_level": accuracy_level},
         output_type=a.dtype,
         threads=threads,
     )
@@ -119,6 +147,7 @@ def assert_product(
     assert (np.abs(actual - expected) <= relative * magnitude + 1e-30).all()
 
 
+LEVELS = (1, 2, 4)
 SIZES = [
     (1, 1, 1),
     (1, 7, 31),
@@ -138,14 +167,14 @@ SIZES = [
 @pytest.mark.parametrize(("rows", "outputs", "columns"), SIZES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_zero_points", [False, True])
-@pytest.mark.parametrize("accuracy_level", [1, 4])
+@pytest.mark.parametrize("accuracy_level", LEVELS)
 def test_product_equals_numpy(
     rows: int, outputs: int, columns: int, bits: int, has_zero_points: bool, accuracy_level: int
 ) -> None:
     weights = Weights(outputs, columns, bits, has_zero_points=has_zero_points, seed=rows)
     a = activations(rows, columns)
     actual = multiply(weights, a, accuracy_level=accuracy_level)
-    assert_product(actual, rounded(a, 32) if accuracy_level == 4 else a, weights)
+    assert_product(actual, rounded(a, 32, accuracy_level), weights)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
@@ -157,22 +186,23 @@ def test_product_with_each_block_size_equals_numpy(
 ) -> None:
     weights = Weights(19, columns, bits, block_size, scale_type, has_zero_points=columns == 200)
     a = activations(3, columns)
-    for accuracy_level, used in ((1, a), (4, rounded(a, block_size))):
-        assert_product(multiply(weights, a, accuracy_level=accuracy_level), used, weights)
+    for level in LEVELS:
+        actual = multiply(weights, a, accuracy_level=level)
+        assert_product(actual, rounded(a, block_size, level), weights)
 
 
-@pytest.mark.parametrize("accuracy_level", [1, 4])
+@pytest.mark.parametrize("accuracy_level", LEVELS)
 def test_float16_activations_and_bias(accuracy_level: int) -> None:
     weights = Weights(37, 96)
     a = activations(5, 96, "float16")
     bias = np.linspace(-3, 3, 37).astype(np.float16)
     actual = multiply(weights, a, bias=bias, accuracy_level=accuracy_level)
-    used = rounded(a, 32) if accuracy_level == 4 else a
+    used = rounded(a, 32, accuracy_level)
     assert actual.dtype == np.float16
     assert_product(actual, used, weights, bias.astype(np.float64))
 
 
-@pytest.mark.parametrize("accuracy_level", [1, 4])
+@pytest.mark.parametrize("accuracy_level", LEVELS)
 def test_leading_axes_are_kept_and_may_be_empty(accuracy_level: int) -> None:
     weights = Weights(8, 40)
     a = activations(6, 40)
@@ -186,7 +216,7 @@ def test_leading_axes_are_kept_and_may_be_empty(accuracy_level: int) -> None:
 
 def test_zero_activations_give_the_bias() -> None:
     bias = np.arange(20, dtype=np.float32)
-    for level in (1, 4):
+    for level in LEVELS:
         a = np.zeros((3, 64), dtype=np.float32)
         a[1, :32] = 1e-38  # too small to be scaled
         actual = multiply(Weights(20, 64), a, bias=bias, accuracy_level=level)
@@ -194,7 +224,7 @@ def test_zero_activations_give_the_bias() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("accuracy_level", [1, 4])
+@pytest.mark.parametrize("accuracy_level", LEVELS)
 def test_largest_values_do_not_saturate(bits: int, accuracy_level: int) -> None:
     class Extreme(Weights):
         def quantized(self) -> npt.NDArray[np.uint8]:
@@ -210,7 +240,7 @@ def test_largest_values_do_not_saturate(bits: int, accuracy_level: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("accuracy_level", [1, 4])
+@pytest.mark.parametrize("accuracy_level", LEVELS)
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(bits: int, accuracy_level: int) -> None:
     weights = Weights(333, 576, bits)
     a = activations(70, 576)
@@ -222,7 +252,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_threads(bits: int, accuracy_
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_zero_points", [False, True])
-def test_product_equals_onnx_runtime_on_the_same_bytes(bits: int, has_zero_points: bool) -> None:
+def test_product_equals_onnx_runtime_on_the_same_numbers(bits: int, has_zero_points: bool) -> None:
     weights = Weights(
         48, 160, bits, 32, "float32", has_zero_points=has_zero_points, whole_zero_points=True
     )
@@ -235,15 +265,17 @@ def test_product_equals_onnx_runtime_on_the_same_bytes(bits: int, has_zero_point
             padded = np.pad(packed, ((0, 0), (0, packed.shape[1] % 2)))
             packed = padded[:, 0::2] | (padded[:, 1::2] << 4)
         packed = packed.reshape(-1)
+    q = weights.quantized().reshape(weights.rows, -1)
+    packed_rows = q if bits == 8 else q[:, 0::2] | (q[:, 1::2] << 4)
     theirs = one_node.run(
         "MatMulNBits",
         {
             "A": a,
-            "B": weights.data().reshape(weights.rows, weights.num_blocks, -1),
+            "B": packed_rows.reshape(weights.rows, weights.num_blocks, -1),
             "scales": weights.scales().reshape(-1),
             "zero_points": packed,
         },
-        weights.attributes | {"N": weights.rows, "accuracy_level": 1},
+        weights.attributes | {"accuracy_level": 1},
         domain=names.ORT_DOMAIN,
     )
     ours = multiply(weights, a, accuracy_level=1)
@@ -271,8 +303,8 @@ def gather(weights: Weights, indices: npt.NDArray[np.int64]) -> npt.NDArray:
         {
             "data": weights.data(),
             "indices": indices,
-            "scales": weights.scales(),
-            "zero_points": weights.zero_points(),
+            "scales": weights.grouped_scales(),
+            "zero_points": weights.grouped_zero_points(),
         },
         weights.attributes,
         threads=2,

@@ -8,8 +8,10 @@ import one_node
 
 Inputs = dict[str, npt.NDArray | None]
 
-MATMUL = {"K": 70, "N": 6, "bits": 4, "block_size": 32}  # 3 blocks, 48 bytes a row
-GATHER = {"K": 70, "bits": 4, "block_size": 32}
+MATMUL = {"K": 70, "N": 22, "bits": 4, "block_size": 32}  # 2 groups, 3 blocks, 12 words a row
+GATHER = MATMUL
+DATA = "[2, 12, 16, 4]"
+BLOCKS = "[2, 3, 16]"
 
 
 def zeros(*shape: int, kind: str = "float32") -> npt.NDArray:
@@ -19,8 +21,8 @@ def zeros(*shape: int, kind: str = "float32") -> npt.NDArray:
 def matmul_inputs() -> Inputs:
     return {
         "A": zeros(2, 70),
-        "B": zeros(6, 48, kind="uint8"),
-        "scales": zeros(6, 3),
+        "B": zeros(2, 12, 16, 4, kind="uint8"),
+        "scales": zeros(2, 3, 16),
         "zero_points": None,
         "bias": None,
     }
@@ -28,9 +30,9 @@ def matmul_inputs() -> Inputs:
 
 def gather_inputs() -> Inputs:
     return {
-        "data": zeros(6, 48, kind="uint8"),
+        "data": zeros(2, 12, 16, 4, kind="uint8"),
         "indices": zeros(2, kind="int64"),
-        "scales": zeros(6, 3),
+        "scales": zeros(2, 3, 16),
         "zero_points": None,
     }
 
@@ -39,31 +41,32 @@ MATMUL_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
     "A width": ({"A": zeros(2, 71)}, ["A", "[2, 71]", "K 70"]),
     "A rank": ({"A": zeros(1, 1, 1, 1, 1, 1, 1, 2, 70)}, ["rank 9", "at most 8"]),
     "A scalar": ({"A": zeros()}, ["A", "[]", "K 70"]),
-    "B rank": ({"B": zeros(6, 3, 16, kind="uint8")}, ["B", "rank 3", "rank 2"]),
-    "B rows": ({"B": zeros(5, 48, kind="uint8")}, ["B", "is 5", "must be 6"]),
-    "B bytes": ({"B": zeros(6, 35, kind="uint8")}, ["B", "is 35", "must be 48"]),
-    "scales rank": ({"scales": zeros(18)}, ["scales", "rank 1", "rank 2"]),
-    "scales rows": ({"scales": zeros(7, 3)}, ["scales", "is 7", "must be 6"]),
-    "scales blocks": ({"scales": zeros(6, 2)}, ["scales", "is 2", "must be 3"]),
-    "zero points rank": ({"zero_points": zeros(18)}, ["zero_points", "rank 1", "rank 2"]),
-    "zero points": ({"zero_points": zeros(6, 4)}, ["zero_points", "is 4", "must be 3"]),
-    "bias": ({"bias": zeros(5)}, ["bias", "[5]", "N 6"]),
-    "bias rank": ({"bias": zeros(6, 1)}, ["bias", "[6, 1]", "N 6"]),
+    "B by rows": ({"B": zeros(22, 48, kind="uint8")}, ["B", "[22, 48]", DATA, "exported again"]),
+    "B groups": ({"B": zeros(1, 12, 16, 4, kind="uint8")}, ["B", "[1, 12, 16, 4]", DATA]),
+    "B words": ({"B": zeros(2, 9, 16, 4, kind="uint8")}, ["B", "[2, 9, 16, 4]", DATA]),
+    "scales by rows": ({"scales": zeros(22, 3)}, ["scales", "[22, 3]", BLOCKS, "exported again"]),
+    "scales groups": ({"scales": zeros(3, 3, 16)}, ["scales", "[3, 3, 16]", BLOCKS]),
+    "scales blocks": ({"scales": zeros(2, 2, 16)}, ["scales", "[2, 2, 16]", BLOCKS]),
+    "zero points by rows": ({"zero_points": zeros(22, 3)}, ["zero_points", "[22, 3]", BLOCKS]),
+    "zero points": ({"zero_points": zeros(2, 4, 16)}, ["zero_points", "[2, 4, 16]", BLOCKS]),
+    "bias": ({"bias": zeros(5)}, ["bias", "[5]", "N 22"]),
+    "bias rank": ({"bias": zeros(22, 1)}, ["bias", "[22, 1]", "N 22"]),
 }
 GATHER_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
-    "data rank": ({"data": zeros(6, kind="uint8")}, ["data", "rank 1", "rank 2"]),
-    "data bytes": ({"data": zeros(6, 47, kind="uint8")}, ["data", "is 47", "must be 48"]),
-    "scales rows": ({"scales": zeros(5, 3)}, ["scales", "is 5", "must be 6"]),
-    "zero points": ({"zero_points": zeros(6, 2)}, ["zero_points", "is 2", "must be 3"]),
+    "data by rows": ({"data": zeros(22, 48, kind="uint8")}, ["data", "[22, 48]", DATA]),
+    "data words": ({"data": zeros(2, 11, 16, 4, kind="uint8")}, ["data", "[2, 11, 16, 4]", DATA]),
+    "scales groups": ({"scales": zeros(1, 3, 16)}, ["scales", "[1, 3, 16]", BLOCKS]),
+    "zero points": ({"zero_points": zeros(2, 2, 16)}, ["zero_points", "[2, 2, 16]", BLOCKS]),
     "indices rank": (
         {"indices": zeros(1, 1, 1, 1, 1, 1, 1, 1, kind="int64")},
         ["rank 9", "at most 8"],
     ),
-    "index large": ({"indices": np.array([0, 6])}, ["holds 6", "6 rows", "to 5"]),
-    "index small": ({"indices": np.array([-7])}, ["holds -7", "from -6"]),
+    "index of a filling row": ({"indices": np.array([0, 22])}, ["holds 22", "22 rows", "to 21"]),
+    "index small": ({"indices": np.array([-23])}, ["holds -23", "from -22"]),
 }
 ATTRIBUTE_ERRORS: dict[str, tuple[dict[str, int | float], list[str]]] = {
     "K absent": ({"K": 0}, ["K is 0", "from 1"]),
+    "N absent": ({"N": 0}, ["N is 0", "from 1"]),
     "bits": ({"bits": 2}, ["bits is 2", "4 or 8"]),
     "block size small": ({"block_size": 8}, ["block_size is 8", "16, 32"]),
     "block size large": ({"block_size": 512}, ["block_size is 512", "256"]),
@@ -73,7 +76,7 @@ ATTRIBUTE_ERRORS: dict[str, tuple[dict[str, int | float], list[str]]] = {
 
 
 def test_the_valid_inputs_are_accepted() -> None:
-    assert one_node.run("MatMulNBits", matmul_inputs(), MATMUL).shape == (2, 6)
+    assert one_node.run("MatMulNBits", matmul_inputs(), MATMUL).shape == (2, 22)
     assert one_node.run("GatherBlockQuantized", gather_inputs(), GATHER).shape == (2, 70)
 
 
@@ -108,11 +111,10 @@ def test_bad_attributes_are_refused_when_the_session_is_made(name: str) -> None:
             assert fragment in str(raised.value)
 
 
-@pytest.mark.parametrize("changes", [{"N": 0}, {"accuracy_level": 2}])
-def test_attributes_of_the_product_alone_are_refused(changes: dict[str, int]) -> None:
-    ((name, value),) = changes.items()
-    with pytest.raises(Exception, match=f"kvconv::MatMulNBits: {name} is {value}"):
-        one_node.make_session("MatMulNBits", matmul_inputs(), MATMUL | changes)
+@pytest.mark.parametrize("level", [0, 3, 5])
+def test_accuracy_levels_that_the_product_lacks_are_refused(level: int) -> None:
+    with pytest.raises(Exception, match=f"kvconv::MatMulNBits: accuracy_level is {level}"):
+        one_node.make_session("MatMulNBits", matmul_inputs(), MATMUL | {"accuracy_level": level})
 
 
 def test_gated_activation_refuses_odd_widths_and_unknown_functions() -> None:

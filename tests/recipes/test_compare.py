@@ -17,7 +17,7 @@ sys.path.insert(0, sys.argv[1])
 from protocol import Clock, serve
 
 def load():
-    print("a library that prints to stdout")
+    print("a library that prints to stdout\\n" * 10_000)
     def run(ids, gen):
         if len(ids) > 1:
             raise NotImplementedError("batch 1 only")
@@ -63,10 +63,14 @@ def test_what_a_peer_cannot_do_is_its_result(peer):
 
 
 def test_driver_that_ends_is_reported_with_its_last_words(compare):
-    with pytest.raises(SystemExit, match=r"(?s)broken ended with 3: .*last words"):
+    with pytest.raises(SystemExit, match=r"^broken ended with 3: s? +last words$"):
         compare.Peer(
             "broken",
-            [sys.executable, "-c", "import sys; sys.stderr.write('last words'); sys.exit(3)"],
+            [
+                *(sys.executable, "-c"),
+                "import sys; sys.stderr.write('early words' + ' ' * 2000 + 'last words'); "
+                "sys.exit(3)",
+            ],
         )
 
 
@@ -100,6 +104,45 @@ def test_lines_keep_the_best_run_and_the_table_has_ratios(compare, capsys):
     assert "| transformers | 2.667! (3.00x) [14] | 0.3333! (3.00x) [20] |" in table
     assert "kvconv b: 8: 2 of 3" in table
     assert "busy with something else" in table
+
+
+def test_table_of_runs_of_other_lengths_compares_the_first_ids_of_both(compare, capsys):
+    point = {"what": "decode", "context": 8, "tokens_per_s": 1, "peak_rss_mb": 1, "other_cores": 0}
+    compare.print_table(
+        [
+            {**point, "peer": "kvconv b", "first_ids": [1, 2, 3, 4, 5]},
+            {**point, "peer": "transformers", "first_ids": [1, 2, 3]},
+            {**point, "peer": "other", "first_ids": [1, 7]},
+        ]
+    )
+    table = capsys.readouterr().out
+    assert "kvconv b: 8: 3 of 3" in table
+    assert "other: 8: 1 of 2" in table
+
+
+def test_model_whose_build_was_interrupted_is_built_again(compare, monkeypatch, tmp_path):
+    models = sys.modules["models"]
+    ends = [KeyboardInterrupt(), None]
+    monkeypatch.setattr(models, "python_of", lambda *_: "python")
+
+    def build(command, **_):
+        folder = Path(command[-1])
+        folder.mkdir()
+        (folder / "config.json").touch()
+        if (end := ends.pop(0)) is not None:
+            raise end
+        (folder / "model.safetensors").touch()
+
+    monkeypatch.setattr(models.subprocess, "run", build)
+    made = models.Models(Path("m.gguf"), tmp_path, tmp_path / "envs", "m")
+    with pytest.raises(KeyboardInterrupt):
+        made.hf()
+    for _ in range(2):
+        folder = made.hf()
+        names = ["config.json", "model.safetensors"]
+        assert sorted(path.name for path in folder.iterdir()) == names
+    assert [path.name for path in folder.parent.iterdir()] == ["m"]
+    assert ends == []
 
 
 def test_error_line_has_the_error(compare):

@@ -124,7 +124,7 @@ def test_chunks_that_a_batch_does_not_take_are_refused_before_anything_runs(fold
     with pytest.raises(FlavourError, match=words):
         generator.generate([TOKENS, OTHERS], cache=cache)
     with pytest.raises(FlavourError, match="chunks of 4 would cut 12"):
-        generator.prefill(cache, np.array([TOKENS, OTHERS]), chunk_tokens=4)
+        generator.prefill(cache, np.array([TOKENS, OTHERS]), prefill_chunk=4)
     assert cache.length == 0
     generator.check([TOKENS])  # one row takes them
     generator.check([TOKENS[:5], OTHERS[:5]])  # one chunk holds these

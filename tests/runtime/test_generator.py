@@ -134,11 +134,11 @@ def test_long_prompt_runs_in_chunks():
     assert ids[0][0] == hashed(prompt)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
-def test_prefill_in_any_chunks_feeds_the_same_tokens(chunk_tokens):
+@pytest.mark.parametrize("prefill_chunk", [1, 4, 100])
+def test_prefill_in_any_chunks_feeds_the_same_tokens(prefill_chunk):
     generator = scripted(hashed)
     cache = generator.session.new_cache(1, 16)
-    logits = generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), chunk_tokens=chunk_tokens)
+    logits = generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), prefill_chunk=prefill_chunk)
     assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9])
     logits = generator.session.run(cache, np.array([[10]]))
     assert logits[0, -1].argmax() == hashed([5, 6, 7, 8, 9, 10])
@@ -162,7 +162,7 @@ def test_logits_of_chunks_equal_those_of_the_whole(tmp_path, attention):
     mask = np.ones((2, 13), np.int64)
     mask[1, :5] = 0
     logits = [
-        generator.prefill(generator.session.new_cache(2, 16), ids, mask, chunk_tokens=chunk)
+        generator.prefill(generator.session.new_cache(2, 16), ids, mask, prefill_chunk=chunk)
         for chunk in (13, None, 1)
     ]
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
@@ -173,7 +173,7 @@ def test_prefill_beyond_capacity_runs_nothing():
     generator = scripted(hashed)
     cache = generator.session.new_cache(1, 4)
     with pytest.raises(CacheFullError):
-        generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), chunk_tokens=2)
+        generator.prefill(cache, np.array([[5, 6, 7, 8, 9]]), prefill_chunk=2)
     assert generator.session.run_lengths == []
 
 

@@ -4,6 +4,7 @@ Tolerance: float32 through one layer agrees with float64 within 1e-4 at logits o
 """
 
 import dataclasses
+import weakref
 
 import numpy as np
 import onnx
@@ -165,6 +166,15 @@ def test_returned_logits_survive_the_next_run(session):
     copy = logits.copy()
     session.run(cache, [TOKENS[-1:]])
     assert np.array_equal(logits, copy)
+
+
+def test_cache_keeps_no_logits_but_those_it_was_given(session):
+    cache, out = session.new_cache(1, 32), np.zeros((1, 1, VOCAB_SIZE), np.float32)
+    logits = weakref.ref(session.run(cache, [TOKENS[:-2]], num_logits_to_keep=0))
+    assert logits() is None
+    session.run(cache, [TOKENS[-2:-1]], out=out)
+    session.run(cache, [TOKENS[-1:]], out=out)
+    assert_close(out[0, -1], DECODER.reference(TOKENS)[-1])
 
 
 def test_full_cache_refuses_and_stays_usable(session):

@@ -79,25 +79,47 @@ void combine(const Division& d, std::int64_t num_rows, float* partials) {
   }
 }
 
-void attend_task(const AttentionParams& p, const Division& d, std::int64_t task,
-                 const Scratch& scratch, float* partials) {
-  const Block block = block_of(p, d, task / d.num_splits);
-  const std::int64_t split = task % d.num_splits;
-  const Range slots = visible_slots(p, d, block.first_row, block.first_row + block.num_rows - 1);
-  const std::int64_t share = round_up(ceil_div(slots.end - slots.begin, d.num_splits), kSplitUnit);
+// A block of rows and the slots that they meet.
+struct Task {
+  Block block;
   Range range;
-  range.begin = min_of(slots.begin + split * share, slots.end);
-  range.end = min_of(range.begin + share, slots.end);
-  range.is_first = split == 0;
+};
 
+Task task_at(const AttentionParams& p, const Division& d, std::int64_t index) {
+  const Block block = block_of(p, d, index / d.num_splits);
+  const std::int64_t split = index % d.num_splits;
+  const Range slots = visible_slots(p, d, block.first_row, block.first_row + block.num_rows - 1);
+  const std::int64_t share = round_up(ceil_div(slots.end - slots.begin, d.num_splits), d.key_tile);
+  const std::int64_t begin = min_of(slots.begin + split * share, slots.end);
+  return {block, {begin, min_of(begin + share, slots.end), split == 0}};
+}
+
+// `after` is what the worker reads next.
+void attend_task(const AttentionParams& p, const Division& d, std::int64_t index,
+                 const Memory& after, const Scratch& scratch, float* partials) {
+  const Task task = task_at(p, d, index);
   const Partial partial =
-      d.num_splits == 1 ? scratch.partial : partial_at(partials + task * partial_floats(d), d);
+      d.num_splits == 1 ? scratch.partial : partial_at(partials + index * partial_floats(d), d);
   if (d.has_few_rows) {
-    attend_few_rows(p, d, block, range, scratch, partial);
+    attend_few_rows(p, d, task.block, task.range, after, scratch, partial);
   } else {
-    attend_many_rows(p, d, block, range, scratch, partial);
+    attend_many_rows(p, d, task.block, task.range, scratch, partial);
   }
-  if (d.num_splits == 1) write_output(p, d, block, partial);
+  if (d.num_splits == 1) write_output(p, d, task.block, partial);
+}
+
+// Attends with few rows in the tasks [first, end), each of which calls for the next one's keys.
+void attend_run(const AttentionParams& p, const Division& d, std::int64_t first, std::int64_t end,
+                const Scratch& scratch, float* partials) {
+  const auto first_keys_of = [&](std::int64_t index) {
+    if (index == end) return Memory{};
+    const Task task = task_at(p, d, index);
+    return first_keys(p, d, task.block, task.range);
+  };
+  Calls(first_keys_of(first), 1).step();
+  for (std::int64_t index = first; index < end; ++index) {
+    attend_task(p, d, index, first_keys_of(index + 1), scratch, partials);
+  }
 }
 
 std::size_t workspace_bytes(const AttentionParams& p, std::int64_t num_workers) {
@@ -143,10 +165,18 @@ void run(const AttentionParams& p, void* workspace, const ParallelFor& parallel_
 
   // 2. Attention.
   const std::int64_t num_blocks = d.num_heads * d.num_blocks;
-  for_each_task(d.is_serial ? serial : parallel_for, num_blocks * d.num_splits,
-                [&](std::int64_t worker, std::int64_t task) {
-                  attend_task(p, d, task, scratch_of(worker), partials);
-                });
+  const std::int64_t num_tasks = num_blocks * d.num_splits;
+  const ParallelFor& workers_for_all = d.is_serial ? serial : parallel_for;
+  if (d.has_few_rows) {
+    for_each_run(workers_for_all, num_tasks,
+                 [&](std::int64_t worker, std::int64_t first, std::int64_t end) {
+                   attend_run(p, d, first, end, scratch_of(worker), partials);
+                 });
+  } else {
+    for_each_task(workers_for_all, num_tasks, [&](std::int64_t worker, std::int64_t task) {
+      attend_task(p, d, task, Memory{}, scratch_of(worker), partials);
+    });
+  }
   if (d.num_splits == 1) return;
 
   // 3. The splits of each block.

@@ -16,14 +16,37 @@ namespace {
 constexpr std::int64_t kStripRows = 3 * kLanes;  // rows whose scores are computed at once
 constexpr std::int64_t kMaxBlockRows = 96;       // rows that read a tile of keys after one another
 constexpr std::int64_t kKeyTile = 64;            // keys whose scores are held at once
-constexpr std::int64_t kFewRowsKeyTile = 128;    // the same where rows are few
-constexpr std::int64_t kMinSplitKeys = 64;       // fewer are not worth the combining
-constexpr std::int64_t kSplitUnit = 16;          // keys of a split are a multiple of this
+constexpr std::int64_t kFewRowsKeyTile = 128;    // the same where rows are few: at most,
+constexpr std::int64_t kFewRowsTileBytes = 16384;  // and about so many bytes of keys
+constexpr std::int64_t kMinSplitKeys = 256;        // fewer are not worth the combining,
+constexpr std::int64_t kLeastSplitKeys = 64;       // unless there would be less than
+constexpr std::int64_t kLeastTasks = 4;            // tasks
 constexpr std::int64_t kWantedTasks = 64;
 constexpr float kSerialProducts = 48e3F;     // fewer take two threads no less time than one
 constexpr std::int64_t kAppendTokens = 256;  // new tokens that one task appends
 
 static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// Calls body(worker, first, end) for runs of neighbouring tasks, long ones first: a worker that
+// goes on where it left off knows what it reads next.
+template <typename Body>
+void for_each_run(const ParallelFor& parallel_for, std::int64_t count, const Body& body) {
+  const std::int64_t workers = max_of(1, min_of(count, parallel_for.num_workers));
+  const std::int64_t parts = workers == 1 ? 1 : 2 * workers;
+  std::int64_t next = 0;
+  for_each_task(parallel_for, workers, [&](std::int64_t worker, std::int64_t) {
+    std::int64_t first = __atomic_load_n(&next, __ATOMIC_RELAXED);
+    while (first < count) {
+      const std::int64_t end = first + ceil_div(count - first, parts);
+      if (!__atomic_compare_exchange_n(&next, &first, end, false, __ATOMIC_RELAXED,
+                                       __ATOMIC_RELAXED)) {
+        continue;  // another worker took it, and `first` is now what that one left
+      }
+      body(worker, first, end);
+      first = __atomic_load_n(&next, __ATOMIC_RELAXED);
+    }
+  });
+}
 
 // How the work is divided.
 struct Division {
@@ -34,6 +57,7 @@ struct Division {
   std::int64_t block_rows;  // rows of a block, padded to whole vectors unless they are few
   std::int64_t num_blocks;  // per batch and key/value head
   std::int64_t num_splits;  // key ranges per block
+  std::int64_t key_tile;    // keys whose scores are held at once
   std::int64_t num_heads;   // B * K
   std::int64_t key_width;   // H and Hv, padded to whole vectors
   std::int64_t value_width;
@@ -57,8 +81,11 @@ Division divide(const AttentionParams& p) {
   const float products = static_cast<float>(d.num_heads * d.rows) * static_cast<float>(keys) *
                          static_cast<float>(p.head_dim + p.value_head_dim);
   d.is_serial = products < kSerialProducts;
-  const std::int64_t most_splits = d.is_serial ? 1 : kWantedTasks / num_tasks;
-  d.num_splits = max_of(1, min_of(most_splits, keys / kMinSplitKeys));
+  d.num_splits = max_of(min_of(kWantedTasks / num_tasks, keys / kMinSplitKeys),
+                        min_of(ceil_div(kLeastTasks, num_tasks), keys / kLeastSplitKeys));
+  d.num_splits = d.is_serial ? 1 : max_of(1, d.num_splits);
+  const std::int64_t fitting = kFewRowsTileBytes / (p.head_dim * bytes_of(p.cache_type));
+  d.key_tile = d.has_few_rows ? max_of(32, min_of(fitting / 32 * 32, kFewRowsKeyTile)) : kKeyTile;
   d.key_width = round_up(p.head_dim, kLanes);
   d.value_width = round_up(p.value_head_dim, kLanes);
   return d;
@@ -89,8 +116,8 @@ Block block_of(const AttentionParams& p, const Division& d, std::int64_t index) 
 
 // Slots, first and one after the last; sinks count in the first range of a block.
 struct Range {
-  std::int64_t begin;
-  std::int64_t end;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
   bool is_first = true;
 };
 

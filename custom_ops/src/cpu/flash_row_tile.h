@@ -14,7 +14,6 @@
 namespace kvconv {
 namespace {
 
-constexpr std::int64_t kCacheLine = 64;
 constexpr int kDotKeys = 4;  // keys whose products are summed across lanes together
 
 // Elements [i, i + kLanes) of a cache, as floats.
@@ -37,9 +36,39 @@ static inline Vec load_cached_part(const void* data, std::int64_t i, std::int64_
   return load_cached<type>(part, 0);
 }
 
-static inline void prefetch(const char* data, std::int64_t bytes) {
-  for (std::int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(data + i);
-}
+struct Memory {
+  const char* data = nullptr;
+  std::int64_t bytes = 0;
+};
+
+// Calls for memory that is read later, step by step while something else is computed. The fronts
+// advance side by side: a processor looks ahead within a page only, so that one page after the
+// other would leave it with half of the requests that it can have under way.
+class Calls {
+ public:
+  Calls(const Memory& memory, std::int64_t num_steps)
+      : data_(memory.data),
+        front_bytes_(round_up(ceil_div(memory.bytes, kFronts), kCacheLine)),
+        step_bytes_(ceil_div(front_bytes_, max_of(num_steps, 1))) {}
+
+  void step() {
+    due_ = min_of(due_ + step_bytes_, front_bytes_);
+    for (; called_ < due_; called_ += kCacheLine) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kFronts; ++i) __builtin_prefetch(data_ + i * front_bytes_ + called_);
+    }
+  }
+
+ private:
+  static constexpr int kFronts = 4;
+  static constexpr std::int64_t kCacheLine = 64;
+
+  const char* data_;
+  std::int64_t front_bytes_;
+  std::int64_t step_bytes_;
+  std::int64_t due_ = 0;  // bytes of each front that have been or are to be called for by now
+  std::int64_t called_ = 0;
+};
 
 // scores[r][t] = query r . key t for `rows` queries and `keys` keys, whose elements start at
 // `first`; strides in floats.
@@ -55,7 +84,7 @@ void dot_block(const float* queries, std::int64_t query_stride, const void* data
   const auto add_products = [&](std::int64_t h, const auto& load_key) {
     Vec elements[keys];
 #pragma GCC unroll 4
-    for (int t = 0; t < keys; ++t) elements[t] = load_key(first + t * width + h);
+    for (int t = 0; t < keys; ++t) elements[t] = in_register(load_key(first + t * width + h));
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
       const Vec query = load(queries + r * query_stride + h);
@@ -82,13 +111,11 @@ void dot_block(const float* queries, std::int64_t query_stride, const void* data
 }
 
 // accumulator[r][i] = alpha[r] * accumulator[r][i] + sum over t of weights[r][t] * value t's
-// element i, for `vecs` vectors of elements. Each value also calls for `ahead` bytes of the
-// memory at `next`.
+// element i, for `vecs` vectors of elements.
 template <DataType type, int rows, int vecs, bool is_part>
 void mix_block(const float* weights, std::int64_t weight_stride, const void* data,
                std::int64_t first, std::int64_t width, std::int64_t part, std::int64_t keys,
-               float* accumulator, std::int64_t stride, const float* alpha, const char* next,
-               std::int64_t ahead) {
+               float* accumulator, std::int64_t stride, const float* alpha, Calls& calls) {
   Vec sums[rows][vecs];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r) {
@@ -98,7 +125,7 @@ void mix_block(const float* weights, std::int64_t weight_stride, const void* dat
     }
   }
   for (std::int64_t t = 0; t < keys; ++t) {
-    prefetch(next + t * ahead, ahead);
+    calls.step();
     Vec factors[rows];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) factors[r] = set(weights[r * weight_stride + t]);
@@ -106,7 +133,7 @@ void mix_block(const float* weights, std::int64_t weight_stride, const void* dat
     for (int v = 0; v < vecs; ++v) {
       const std::int64_t i = first + t * width + v * kLanes;
       const Vec value =
-          is_part ? load_cached_part<type>(data, i, part) : load_cached<type>(data, i);
+          in_register(is_part ? load_cached_part<type>(data, i, part) : load_cached<type>(data, i));
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) sums[r][v] = fma(factors[r], value, sums[r][v]);
     }
@@ -129,12 +156,10 @@ struct RowTile {
 
 template <DataType type, int rows>
 void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
-              const float* queries, float* scores, bool calls_values) {
-  const std::int64_t value_bytes = p.value_head_dim * bytes_of(type);
-  const char* values = static_cast<const char*>(tile.values) + tile.first_value * bytes_of(type);
+              const float* queries, float* scores, Calls& calls) {
   std::int64_t t = 0;
   for (; t + kDotKeys <= tile.count; t += kDotKeys) {
-    if (calls_values) prefetch(values + t * value_bytes, kDotKeys * value_bytes);
+    calls.step();
     dot_block<type, rows, kDotKeys>(queries, d.key_width, tile.keys,
                                     tile.first_key + t * p.head_dim, p.head_dim, scores + t,
                                     kFewRowsKeyTile);
@@ -147,15 +172,11 @@ void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
 
 template <DataType type, int rows>
 void mix_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
-              const float* weights, float* accumulator, const float* alpha, bool calls_keys) {
-  const char* next = static_cast<const char*>(tile.keys) +
-                     (tile.first_key + tile.count * p.head_dim) * bytes_of(type);
-  std::int64_t ahead = calls_keys ? p.head_dim * bytes_of(type) : 0;
+              const float* weights, float* accumulator, const float* alpha, Calls& calls) {
   std::int64_t i = 0;
   const auto mix = [&](const auto& block, std::int64_t part) {
     block(weights, kFewRowsKeyTile, tile.values, tile.first_value + i, p.value_head_dim, part,
-          tile.count, accumulator + i, d.value_width, alpha, next, ahead);
-    ahead = 0;
+          tile.count, accumulator + i, d.value_width, alpha, calls);
   };
   for (; i + 4 * kLanes <= p.value_head_dim; i += 4 * kLanes)
     mix(mix_block<type, rows, 4, false>, 0);

@@ -31,6 +31,16 @@ void for_each_row_group(std::int64_t num_rows, const Body& body) {
   if (r < num_rows) body(r, Count<1>());
 }
 
+// The keys of the first tile of a range.
+Memory first_keys(const AttentionParams& p, const Division& d, const Block& block,
+                  const Range& range) {
+  const std::int64_t cache_head =
+      (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
+  const std::int64_t key_bytes = p.head_dim * bytes_of(p.cache_type);
+  return {static_cast<const char*>(p.present_key) + (cache_head + range.begin) * key_bytes,
+          min_of(d.key_tile, range.end - range.begin) * key_bytes};
+}
+
 // Turns a row's products into weights 2^(score - maximum) and updates its maximum and sum; returns
 // the factor by which what it summed before shrinks.
 float weigh_row(const AttentionParams& p, const Division& d, const Block& block, std::int64_t r,
@@ -94,14 +104,14 @@ void mix_skipping_zeros(const AttentionParams& p, const Division& d, const RowTi
 
 template <DataType type>
 void attend_rows(const AttentionParams& p, const Division& d, const Block& block,
-                 const Range& range, bool skips_zero_weights, const Scratch& scratch,
-                 const Partial& partial) {
+                 const Range& range, const Memory& after, bool skips_zero_weights,
+                 const Scratch& scratch, const Partial& partial) {
   const std::int64_t cache_head =
       (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(block.num_rows * d.value_width) * sizeof(float));
-  for (std::int64_t slot = range.begin; slot < range.end; slot += kFewRowsKeyTile) {
-    const std::int64_t keys = min_of(kFewRowsKeyTile, range.end - slot);
+  for (std::int64_t slot = range.begin; slot < range.end; slot += d.key_tile) {
+    const std::int64_t keys = min_of(d.key_tile, range.end - slot);
     const std::int64_t* mask = p.attention_mask == nullptr
                                    ? nullptr
                                    : p.attention_mask + block.batch * p.mask_width + slot;
@@ -110,9 +120,14 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
     if (num_attended == keys) mask = nullptr;
     const RowTile tile{p.present_key, p.present_value, (cache_head + slot) * p.head_dim,
                        (cache_head + slot) * p.value_head_dim, keys};
+    const std::int64_t num_groups = ceil_div(block.num_rows, kMaxDotRows);
+    const std::int64_t value_bytes = p.value_head_dim * bytes_of(type);
+    Calls values({static_cast<const char*>(p.present_value) + (cache_head + slot) * value_bytes,
+                  keys * value_bytes},
+                 num_groups * (keys / kDotKeys));
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
       dot_rows<type, count.value>(p, d, tile, scratch.queries + r * d.key_width,
-                                  scratch.scores + r * kFewRowsKeyTile, r == 0);
+                                  scratch.scores + r * kFewRowsKeyTile, values);
     });
     for (std::int64_t r = 0; r < block.num_rows; ++r) {
       scratch.alpha[r] =
@@ -124,39 +139,43 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
                                scratch.alpha);
       continue;
     }
-    const bool is_last = slot + kFewRowsKeyTile >= range.end;
+    const bool is_last = slot + d.key_tile >= range.end;
+    Calls next_keys(is_last ? after : first_keys(p, d, block, {slot + keys, range.end}),
+                    num_groups * keys);
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
       mix_rows<type, count.value>(p, d, tile, scratch.scores + r * kFewRowsKeyTile,
                                   partial.accumulator + r * d.value_width, scratch.alpha + r,
-                                  r == 0 && !is_last);
+                                  next_keys);
     });
   }
 }
 
 template <DataType type>
 void attend_few_rows_of(const AttentionParams& p, const Division& d, const Block& block,
-                        const Range& range, const Scratch& scratch, const Partial& partial) {
+                        const Range& range, const Memory& after, const Scratch& scratch,
+                        const Partial& partial) {
   for (std::int64_t r = 0; r < block.num_rows; ++r) {
     load_query(p, d, block, r, scratch.queries + r * d.key_width);
   }
   start_partial(p, d, block, range, partial);
-  attend_rows<type>(p, d, block, range, false, scratch, partial);
+  attend_rows<type>(p, d, block, range, after, false, scratch, partial);
   if (has_nonfinite(partial.accumulator, block.num_rows * d.value_width)) {
     start_partial(p, d, block, range, partial);
-    attend_rows<type>(p, d, block, range, true, scratch, partial);
+    attend_rows<type>(p, d, block, range, Memory{}, true, scratch, partial);
   }
 }
 
 // Attends with all rows of a key/value head.
 void attend_few_rows(const AttentionParams& p, const Division& d, const Block& block,
-                     const Range& range, const Scratch& scratch, const Partial& partial) {
+                     const Range& range, const Memory& after, const Scratch& scratch,
+                     const Partial& partial) {
   switch (p.cache_type) {
     case DataType::kFloat16:
-      return attend_few_rows_of<DataType::kFloat16>(p, d, block, range, scratch, partial);
+      return attend_few_rows_of<DataType::kFloat16>(p, d, block, range, after, scratch, partial);
     case DataType::kBFloat16:
-      return attend_few_rows_of<DataType::kBFloat16>(p, d, block, range, scratch, partial);
+      return attend_few_rows_of<DataType::kBFloat16>(p, d, block, range, after, scratch, partial);
     default:
-      return attend_few_rows_of<DataType::kFloat32>(p, d, block, range, scratch, partial);
+      return attend_few_rows_of<DataType::kFloat32>(p, d, block, range, after, scratch, partial);
   }
 }
 

@@ -9,23 +9,24 @@ namespace {
 constexpr std::int64_t kRowsPerTask = 16;
 
 void write_row(const QuantizedMatrix& w, std::int64_t row, float* output) {
-  const std::uint8_t* data = w.data + row * w.row_bytes();
+  constexpr std::int64_t kWordStride = 4 * QuantizedMatrix::kGroupRows;
+  const std::uint8_t* word = w.data + w.word_offset(row);
   for (std::int64_t b = 0; b < w.num_blocks(); ++b) {
-    const std::int64_t index = row * w.num_blocks() + b;
+    const std::int64_t index = w.scale_offset(row) + b * w.kGroupRows;
     const float scale = load_element(w.scales, index, w.scale_type);
     const float zero_point = w.zero_points == nullptr
                                  ? static_cast<float>(w.middle())
                                  : load_element(w.zero_points, index, w.scale_type);
-    const std::int64_t end = min_of(w.columns, (b + 1) * w.block_size);
-    std::int64_t k = b * w.block_size;
-    if (w.bits == 8) {
-      for (; k < end; ++k) output[k] = (static_cast<float>(data[k]) - zero_point) * scale;
-    } else {
-      for (; k + 1 < end; k += 2) {
-        output[k] = (static_cast<float>(data[k / 2] & 15) - zero_point) * scale;
-        output[k + 1] = (static_cast<float>(data[k / 2] >> 4) - zero_point) * scale;
+    const auto put = [&](std::int64_t k, int q) {
+      if (k < w.columns) output[k] = (static_cast<float>(q) - zero_point) * scale;
+    };
+    const std::int64_t end = (b + 1) * w.block_size;
+    for (std::int64_t k = b * w.block_size; k < end; word += kWordStride) {
+      for (int i = 0; i < 4; ++i) {
+        put(k + i, w.bits == 8 ? word[i] : word[i] & 15);
+        if (w.bits == 4) put(k + 4 + i, word[i] >> 4);
       }
-      if (k < end) output[k] = (static_cast<float>(data[k / 2] & 15) - zero_point) * scale;
+      k += 32 / w.bits;
     }
   }
 }

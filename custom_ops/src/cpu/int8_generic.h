@@ -22,16 +22,12 @@ struct Words {
 struct Sums {
   std::int32_t lanes[kLanes];
 };
+// Whole sums, 32 bits a lane.
+using Integers = Sums;
 
 static inline Words load_words(const std::uint8_t* p) {
   Words w;
   std::memcpy(&w, p, sizeof(w));
-  return w;
-}
-// The first `count` words, or all where there are more; the others 0.
-static inline Words load_some_words(const std::uint8_t* p, std::int64_t count) {
-  Words w = {};
-  std::memcpy(&w, p, static_cast<std::size_t>(count < kLanes ? count : kLanes) * 4);
   return w;
 }
 static inline void store_words(std::uint8_t* p, Words w) { std::memcpy(p, &w, sizeof(w)); }
@@ -59,11 +55,6 @@ static inline Sums set_sums(std::int32_t start) {
   for (std::int32_t& lane : s.lanes) lane = start;
   return s;
 }
-static inline Sums load_sums(const std::int32_t* p) {
-  Sums s;
-  std::memcpy(&s, p, sizeof(s));
-  return s;
-}
 // sums + the products of weights (unsigned) with activations (signed), four in each lane.
 static inline Sums multiply_vectors(Sums sums, Words weights, Words activations) {
   for (int i = 0; i < 4 * kLanes; ++i) {
@@ -77,61 +68,19 @@ static inline Sums multiply_words(Sums sums, Words weights, const std::int8_t* a
   for (int lane = 0; lane < kLanes; ++lane) std::memcpy(all.bytes + lane * 4, activations, 4);
   return multiply_vectors(sums, weights, all);
 }
-// The sums as floats; `shifted`: 16 times as much, for the plane of high halves.
-template <bool shifted>
-static inline Vec to_float(Sums s) {
+// The sums as they are, times `factor`: 1 or 256, or 16 times that where bytes are split.
+template <int factor>
+static inline Integers to_integers(Sums s) {
+  for (std::int32_t& lane : s.lanes) lane *= factor;
+  return s;
+}
+static inline Integers add_integers(Integers a, Integers b) {
+  for (int lane = 0; lane < kLanes; ++lane) a.lanes[lane] += b.lanes[lane];
+  return a;
+}
+static inline Vec to_float(Integers i) {
   Vec v;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    v[lane] = static_cast<float>(shifted ? s.lanes[lane] * 16 : s.lanes[lane]);
-  }
-  return v;
-}
-
-// Transposes four vectors within their quarters (four lanes, here the only ones): lane i of w[j]
-// becomes what lane j of w[i] was.
-static inline void transpose_quarters(Words* w) {
-  Words out[4];
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) std::memcpy(out[j].bytes + i * 4, w[i].bytes + j * 4, 4);
-  }
-  for (int i = 0; i < 4; ++i) w[i] = out[i];
-}
-// The even quarters of a, then b, become a; the odd ones b. A single quarter each is that already.
-static inline void pair_quarters(Words*, Words*) {}
-
-// Reads `count` words (at most kLanes) at `offset` bytes of each of kLanes rows; out[w] holds the
-// rows' w-th words side by side. Nothing beyond the words is read.
-static inline void transpose_words(const std::uint8_t* const* rows, std::int64_t offset, int count,
-                                   Words* out) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int w = 0; w < count; ++w) {
-      std::memcpy(out[w].bytes + lane * 4, rows[lane] + offset + w * 4, 4);
-    }
-  }
-}
-
-// The low and the high float16 of each lane.
-static inline Vec low_float16(Words w) {
-  Vec v;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::uint16_t half;
-    std::memcpy(&half, w.bytes + lane * 4, 2);
-    v[lane] = float16_to_float(half);
-  }
-  return v;
-}
-static inline Vec high_float16(Words w) {
-  Vec v;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::uint16_t half;
-    std::memcpy(&half, w.bytes + lane * 4 + 2, 2);
-    v[lane] = float16_to_float(half);
-  }
-  return v;
-}
-static inline Vec as_floats(Words w) {
-  Vec v;
-  std::memcpy(&v, &w, sizeof(v));
+  for (int lane = 0; lane < kLanes; ++lane) v[lane] = static_cast<float>(i.lanes[lane]);
   return v;
 }
 
@@ -155,15 +104,30 @@ static inline float largest_magnitude(const float* p) {
   return float_from_bits(largest);
 }
 
+// The integer nearest to x, ties to even, and 0 for a NaN; magnitudes up to 2^22.
+static inline std::int32_t round_one(float x) {
+  const float rounded = (x + 12582912.0F) - 12582912.0F;  // 1.5 * 2^23
+  return rounded >= -4194304.0F && rounded <= 4194304.0F ? static_cast<std::int32_t>(rounded) : 0;
+}
 // Rounds 16 floats times `factor` (magnitudes up to 127) to bytes and adds them to pairs as
-// start_of takes them. `sorts`: of each eight the even ones come first, as nibbles are unpacked.
-static inline void round_to_bytes(const float* p, float factor, bool sorts, std::int8_t* out,
+// start_of takes them.
+static inline void round_to_bytes(const float* p, float factor, std::int8_t* out,
                                   std::int32_t* pairs) {
   for (int i = 0; i < 16; ++i) {
-    const float x = p[sorts ? i / 8 * 8 + i % 4 * 2 + i % 8 / 4 : i] * factor;
-    const float rounded = (x + 12582912.0F) - 12582912.0F;  // 1.5 * 2^23: to nearest, ties to even
-    out[i] = rounded >= -127.0F && rounded <= 127.0F ? static_cast<std::int8_t>(rounded) : 0;
+    out[i] = static_cast<std::int8_t>(round_one(p[i] * factor));
     pairs[i % 4 / 2] += out[i];
+  }
+}
+// Rounds 16 floats times `factor` (magnitudes up to 127 * 256) to 256 * high + low.
+static inline void round_to_two_bytes(const float* p, float factor, std::int8_t* high,
+                                      std::int8_t* low, std::int32_t* high_pairs,
+                                      std::int32_t* low_pairs) {
+  for (int i = 0; i < 16; ++i) {
+    const std::int32_t rounded = round_one(p[i] * factor);
+    high[i] = static_cast<std::int8_t>((rounded + 128) >> 8);
+    low[i] = static_cast<std::int8_t>(rounded - 256 * high[i]);
+    high_pairs[i % 4 / 2] += high[i];
+    low_pairs[i % 4 / 2] += low[i];
   }
 }
 

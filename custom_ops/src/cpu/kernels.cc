@@ -15,8 +15,9 @@ namespace kvconv {
 extern const FlashKernel kFlashAvx512;
 extern const FlashKernel kFlashAvx2;
 extern const MatMulKernel kMatMulAmx;
-extern const MatMulKernel kMatMulVnni;
+extern const MatMulKernel kMatMulAvx512Vnni;
 extern const MatMulKernel kMatMulAvx512;
+extern const MatMulKernel kMatMulAvxVnni;
 extern const MatMulKernel kMatMulAvx2;
 extern const GatedActivationKernel kGatedActivationAvx512;
 extern const GatedActivationKernel kGatedActivationAvx2;
@@ -35,13 +36,14 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 // AMX needs the system's leave as well, which holds for all threads of the process.
 bool has_amx() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;
-  return has_vnni() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+  return has_avx512_vnni() && __builtin_cpu_supports("amx-tile") &&
+         __builtin_cpu_supports("amx-int8") &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
@@ -51,6 +53,7 @@ bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
 }
+bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 #endif
 
 }  // namespace
@@ -73,7 +76,8 @@ const std::vector<MatMulKernel>& matmul_kernels() {
     std::vector<MatMulKernel> kernels;
 #if defined(KVCONV_HAS_X86)
     if (has_amx()) kernels.push_back(kMatMulAmx);
-    if (has_vnni()) kernels.push_back(kMatMulVnni);
+    if (has_avx512_vnni()) kernels.push_back(kMatMulAvx512Vnni);
+    if (has_avx_vnni()) kernels.push_back(kMatMulAvxVnni);
     if (has_avx512()) kernels.push_back(kMatMulAvx512);
     if (has_avx2()) kernels.push_back(kMatMulAvx2);
 #endif

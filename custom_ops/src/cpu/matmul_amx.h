@@ -16,39 +16,53 @@ namespace {
 
 constexpr int kAmxRows = 16;
 
-// Tile 0: activations, [16, 32] bytes. Tile 1: weights, [8, 16] words. Tiles 2 and 3: sums, [16,
-// 16].
+// Tiles 0 and 1: a piece of activations, [16, 32] bytes, by term. Tile 2: weights, [8, 16] words.
+// Tiles 4 to 7: sums, [16, 16], by term, even and odd pieces by turns.
 void configure_tiles() {
   struct alignas(64) {
     std::uint8_t palette = 1;
     std::uint8_t start_row = 0;
     std::uint8_t reserved[14] = {};
-    std::uint16_t row_bytes[16] = {32, 64, 64, 64};
-    std::uint8_t rows[16] = {16, 8, 16, 16};
+    std::uint16_t row_bytes[16] = {32, 32, 64, 0, 64, 64, 64, 64};
+    std::uint8_t rows[16] = {16, 16, 8, 0, 16, 16, 16, 16};
   } config;
   _tile_loadconfig(&config);
 }
 
 // The tile whose first row is `first` and whose weights are half `half` of the panel. `first` is a
 // multiple of 16; rows beyond the last hold anything.
-template <bool has_zeros>
-void multiply_amx(const Pieces& pieces, const Activations& a, std::int64_t first,
-                  const Panel& panel, std::int64_t half, Vec* sums) {
-  alignas(64) std::int32_t products[2][kAmxRows][kLanes];
+template <int terms>
+void multiply_amx(const MatMulParams& p, const Pieces& pieces, const Activations& a,
+                  std::int64_t first, const Panel& panel, std::int64_t half, Vec* sums) {
+  alignas(64) std::int32_t products[2][terms][kAmxRows][kLanes];
+  const bool has_zeros = p.weights.zero_points != nullptr;
   const std::int64_t count = pieces.count;
-  const std::int8_t* bytes = a.bytes + first * count * 32;
+  const std::int64_t stride = count * terms * 32;
+  const std::int8_t* bytes = a.bytes + first * stride;
   const std::uint8_t* words = panel.words + half * kVectorBytes;
   const auto start = [&](std::int64_t i) {
-    _tile_loadd(0, bytes + i * 32, count * 32);
-    _tile_loadd(1, words + i * 8 * 2 * kVectorBytes, 2 * kVectorBytes);
+    const std::int8_t* piece = bytes + i * terms * 32;
+    _tile_loadd(2, words + i * 8 * 2 * kVectorBytes, 2 * kVectorBytes);
+    _tile_loadd(0, piece, stride);
+    if constexpr (terms == 2) _tile_loadd(1, piece + 32, stride);
     if (i % 2 == 0) {
-      _tile_zero(2);
-      _tile_dpbssd(2, 0, 1);
-      _tile_stored(2, products[0], 4 * kLanes);
+      _tile_zero(4);
+      _tile_dpbssd(4, 0, 2);
+      if constexpr (terms == 2) {
+        _tile_zero(5);
+        _tile_dpbssd(5, 1, 2);
+        _tile_stored(5, products[0][terms - 1], 4 * kLanes);
+      }
+      _tile_stored(4, products[0][0], 4 * kLanes);
     } else {
-      _tile_zero(3);
-      _tile_dpbssd(3, 0, 1);
-      _tile_stored(3, products[1], 4 * kLanes);
+      _tile_zero(6);
+      _tile_dpbssd(6, 0, 2);
+      if constexpr (terms == 2) {
+        _tile_zero(7);
+        _tile_dpbssd(7, 1, 2);
+        _tile_stored(7, products[1][terms - 1], 4 * kLanes);
+      }
+      _tile_stored(6, products[1][0], 4 * kLanes);
     }
   };
   Vec totals[kAmxRows];
@@ -61,15 +75,18 @@ void multiply_amx(const Pieces& pieces, const Activations& a, std::int64_t first
     const Vec weight_scales = load(panel.scales + i * kPanelRows + half * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kAmxRows; ++r) {
-      const Vec value = _mm512_cvtepi32_ps(_mm512_load_si512(products[i % 2][r]));
-      totals[r] = fma(mul(value, weight_scales), set(scales[r * count + i]), totals[r]);
-    }
-    if constexpr (has_zeros) {
-      const Vec zeros = load(panel.zeros + i * kPanelRows + half * kLanes);
-#pragma GCC unroll 16
-      for (int r = 0; r < kAmxRows; ++r) {
-        totals[r] = fma(zeros, set(a.sums[(first + r) * count + i]), totals[r]);
+      __m512i value = _mm512_load_si512(products[i % 2][0][r]);
+      if constexpr (terms == 2) {
+        value =
+            _mm512_add_epi32(_mm512_slli_epi32(value, 8), _mm512_load_si512(products[i % 2][1][r]));
       }
+      totals[r] = fma(mul(to_float(value), weight_scales), set(scales[r * count + i]), totals[r]);
+    }
+    if (!has_zeros) continue;
+    const Vec zeros = load(panel.zeros + i * kPanelRows + half * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kAmxRows; ++r) {
+      totals[r] = fma(zeros, set(a.sums[(first + r) * count + i]), totals[r]);
     }
   }
 #pragma GCC unroll 16
@@ -84,10 +101,10 @@ void multiply_and_write_amx(const MatMulParams& p, const Pieces& pieces, const A
   for (std::int64_t row = first; row < end; row += kAmxRows) {
     Vec halves[2][kAmxRows];
     for (std::int64_t half = 0; half < 2; ++half) {
-      if (p.weights.zero_points != nullptr) {
-        multiply_amx<true>(pieces, a, row, panel, half, halves[half]);
+      if (pieces.terms == 2) {
+        multiply_amx<2>(p, pieces, a, row, panel, half, halves[half]);
       } else {
-        multiply_amx<false>(pieces, a, row, panel, half, halves[half]);
+        multiply_amx<1>(p, pieces, a, row, panel, half, halves[half]);
       }
     }
     for (std::int64_t r = 0; r < min_of(kAmxRows, end - row); ++r) {

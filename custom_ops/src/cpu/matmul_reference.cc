@@ -13,23 +13,25 @@ namespace {
 constexpr float kTiny = 1e-30F;  // a piece of smaller activations counts as zeros
 
 double weight_at(const QuantizedMatrix& w, std::int64_t row, std::int64_t column) {
-  const std::int64_t block = row * w.num_blocks() + column / w.block_size;
-  const std::uint8_t* data = w.data + row * w.row_bytes();
-  const int q = w.bits == 8 ? data[column] : (data[column / 2] >> (column % 2 * 4)) & 15;
+  const std::int64_t per_word = 32 / w.bits;
+  const std::uint8_t* word = w.data + w.word_offset(row) + column / per_word * 4 * w.kGroupRows;
+  const std::int64_t i = column % per_word;
+  const int q = w.bits == 8 ? word[i] : (word[i % 4] >> (i / 4 * 4)) & 15;
+  const std::int64_t block = w.scale_offset(row) + column / w.block_size * w.kGroupRows;
   const double zero_point =
       w.zero_points == nullptr ? w.middle() : load_element(w.zero_points, block, w.scale_type);
   return (q - zero_point) * load_element(w.scales, block, w.scale_type);
 }
 
-// Rounds a piece of activations to multiples of its largest magnitude / 127.
-void quantize(std::vector<double>& row, std::int64_t begin, std::int64_t end) {
+// Rounds a piece of activations to multiples of its largest magnitude / steps.
+void quantize(std::vector<double>& row, std::int64_t begin, std::int64_t end, float steps) {
   float largest = 0.0F;
   for (std::int64_t k = begin; k < end; ++k) {
     largest = std::max(largest, std::fabs(static_cast<float>(row[k])));
   }
-  const float inverse = largest < kTiny ? 0.0F : 127.0F / largest;
+  const float inverse = largest < kTiny ? 0.0F : steps / largest;
   for (std::int64_t k = begin; k < end; ++k) {
-    row[k] = std::nearbyint(static_cast<float>(row[k]) * inverse) * (largest / 127.0F);
+    row[k] = std::nearbyint(static_cast<float>(row[k]) * inverse) * (largest / steps);
   }
 }
 
@@ -38,13 +40,14 @@ void quantize(std::vector<double>& row, std::int64_t begin, std::int64_t end) {
 void matmul_reference(const MatMulParams& p) {
   const QuantizedMatrix& w = p.weights;
   const std::int64_t piece = std::min<std::int64_t>(w.block_size, 32);
+  const float steps = p.rounding == Rounding::kInt8 ? 127.0F : 127.0F * 256.0F;
   std::vector<double> row(static_cast<std::size_t>(w.columns));
   for (std::int64_t m = 0; m < p.num_rows; ++m) {
     for (std::int64_t k = 0; k < w.columns; ++k) {
       row[k] = load_element(p.a, m * w.columns + k, p.activation_type);
     }
-    for (std::int64_t k = 0; p.quantizes_activations && k < w.columns; k += piece) {
-      quantize(row, k, std::min(k + piece, w.columns));
+    for (std::int64_t k = 0; p.rounding != Rounding::kNone && k < w.columns; k += piece) {
+      quantize(row, k, std::min(k + piece, w.columns), steps);
     }
     for (std::int64_t n = 0; n < w.rows; ++n) {
       double sum = p.bias == nullptr ? 0.0 : load_element(p.bias, n, p.activation_type);

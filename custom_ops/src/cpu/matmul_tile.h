@@ -7,27 +7,37 @@
 #include <cstdint>
 #include <cstring>
 
-#include "matmul_panel.h"
+#include "matmul_weights.h"
 
 namespace kvconv {
 namespace {
 
 constexpr float kTiny = 1e-30F;  // a piece of smaller activations counts as zeros
 
-// The activations of a run as the tiles take them. Rows are `stride` elements apart.
+// The activations of a run as the tiles take them. A term is a byte of each activation: the only
+// one, or high and low, which counts for 1/256.
 struct Activations {
-  std::int8_t* bytes;    // [M, pieces * columns]; of each eight the even ones first, at 4 bits
-  float* scales;         // [M, pieces]: largest magnitude / 127
-  std::int32_t* starts;  // [M, pieces]: see start_of
+  std::int8_t* bytes;    // [M, pieces, terms, columns]
+  std::int32_t* starts;  // [M, pieces, terms]: see start_of
+  float* scales;         // [M, pieces]: what 1 in the last term stands for
   float* sums;           // [M, pieces]: of a piece, scaled; only with zero points
   const float* floats;   // [M, K]: instead of all these, float32 activations
 };
 
+// The largest magnitude of a piece; a NaN is the largest.
+static inline float largest_of_piece(const float* x, std::int64_t columns) {
+  const float largest = largest_magnitude(x);
+  if (columns == 16) return largest;
+  const float other = largest_magnitude(x + 16);
+  if (largest >= other) return largest;
+  return largest != largest ? largest : other;
+}
+
 void quantize_row(const MatMulParams& p, const Pieces& pieces, std::int64_t row,
                   const Activations& a) {
   const std::int64_t size = p.weights.columns;
-  const bool sorts = p.weights.bits == 4;
-  const int middle = sorts || kSplitsBytes ? 8 : 128;
+  const int middle = p.weights.bits == 4 || kSplitsBytes ? 8 : 128;
+  const float steps = pieces.terms == 2 ? 127.0F * 256.0F : 127.0F;
   const std::int64_t element_bytes = bytes_of(p.activation_type);
   for (std::int64_t i = 0; i < pieces.count; ++i) {
     // 1. The piece, padded with zeros.
@@ -44,23 +54,26 @@ void quantize_row(const MatMulParams& p, const Pieces& pieces, std::int64_t row,
       for (std::int64_t k = count; k < pieces.columns; ++k) padded[k] = 0.0F;
     }
     // 2. Its scale; a NaN stays one and makes the whole row NaN.
-    float largest = largest_magnitude(x);
-    if (pieces.columns == 32) {
-      const float other = largest_magnitude(x + 16);
-      if (!(largest >= other)) largest = largest != largest ? largest : other;
-    }
-    const float factor = largest < kTiny ? 0.0F : 127.0F / largest;
-    a.scales[index] = largest / 127.0F;
+    const float largest = largest_of_piece(x, pieces.columns);
+    const float factor = largest < kTiny ? 0.0F : steps / largest;
+    a.scales[index] = largest / steps;
     // 3. Its bytes and their sums.
-    std::int32_t pairs[2] = {0, 0};
-    std::int8_t* target = a.bytes + index * pieces.columns;
+    std::int32_t pairs[2][2] = {};
+    std::int8_t* target = a.bytes + index * pieces.terms * pieces.columns;
     for (std::int64_t k = 0; k < pieces.columns; k += 16) {
-      round_to_bytes(x + k, factor, sorts, target + k, pairs);
+      if (pieces.terms == 2) {
+        round_to_two_bytes(x + k, factor, target + k, target + pieces.columns + k, pairs[0],
+                           pairs[1]);
+      } else {
+        round_to_bytes(x + k, factor, target + k, pairs[0]);
+      }
     }
-    a.starts[index] = start_of(pairs, middle);
-    if (a.sums != nullptr) {
-      a.sums[index] = static_cast<float>(pairs[0] + pairs[1]) * a.scales[index];
+    std::int32_t sum = 0;
+    for (std::int64_t term = 0; term < pieces.terms; ++term) {
+      a.starts[index * pieces.terms + term] = start_of(pairs[term], middle);
+      sum = sum * 256 + pairs[term][0] + pairs[term][1];
     }
+    if (a.sums != nullptr) a.sums[index] = static_cast<float>(sum) * a.scales[index];
   }
 }
 
@@ -75,59 +88,78 @@ struct Tile {
   Vec sums[rows][2];
 };
 
-// int8 activations: row r of the tile is row `first + r` of the activations.
-template <int rows, int depth, bool two_planes, bool has_zeros>
-Tile<rows> multiply_bytes(const Pieces& pieces, const Activations& a, std::int64_t first,
-                          const Panel& panel) {
+// Adds piece `i` by one plane of the weights and one term of the activations to integers.
+template <int rows, int depth, int terms, int plane, int term, typename Weights>
+void add_piece(const Pieces& pieces, const Activations& a, std::int64_t first,
+               const Weights& weights, std::int64_t i, Integers (*integers)[2]) {
+  constexpr int kFactor = (term + 1 < terms ? 256 : 1) * (plane + 1 < Weights::kPlanes ? 16 : 1);
+  const std::int64_t count = pieces.count;
+  Sums sums[rows][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) {
+    const std::int32_t start = a.starts[((first + r) * count + i) * terms + term];
+    sums[r][0] = sums[r][1] = set_sums(plane == 0 ? start : 0);
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < depth; ++k) {
+    const Words left = weights.template word<depth, plane>(0, i, k);
+    const Words right = weights.template word<depth, plane>(1, i, k);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const std::int8_t* four =
+          a.bytes + (((first + r) * count + i) * terms + term) * depth * 4 + k * 4;
+      sums[r][0] = multiply_words(sums[r][0], left, four);
+      sums[r][1] = multiply_words(sums[r][1], right, four);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const Integers whole = to_integers<kFactor>(sums[r][half]);
+      integers[r][half] = plane + term == 0 ? whole : add_integers(integers[r][half], whole);
+    }
+  }
+}
+
+// Activations as integers: row r of the tile is row `first + r` of the activations.
+template <int rows, int depth, int terms, typename Weights>
+Tile<rows> multiply_bytes(const MatMulParams& p, const Pieces& pieces, const Activations& a,
+                          std::int64_t first, const Weights& weights) {
+  const bool has_zeros = p.weights.zero_points != nullptr;
   Tile<rows> tile;
 #pragma GCC unroll 16
   for (int r = 0; r < rows; ++r) tile.sums[r][0] = tile.sums[r][1] = set(0.0F);
-  const std::int64_t count = pieces.count;
-  const std::int8_t* bytes = a.bytes + first * count * depth * 4;
-  const float* scales = a.scales + first * count;
-  const std::int32_t* starts = a.starts + first * count;
-  const std::uint8_t* words = panel.words;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const Vec weight_scales[2] = {load(panel.scales + i * kPanelRows),
-                                  load(panel.scales + i * kPanelRows + kLanes)};
+  const float* scales = a.scales + first * pieces.count;
+  for (std::int64_t i = 0; i < pieces.count; ++i) {
+    Integers integers[rows][2];
+    add_piece<rows, depth, terms, 0, 0>(pieces, a, first, weights, i, integers);
+    if constexpr (Weights::kPlanes == 2) {
+      add_piece<rows, depth, terms, 1, 0>(pieces, a, first, weights, i, integers);
+    }
+    if constexpr (terms == 2) {
+      add_piece<rows, depth, terms, 0, 1>(pieces, a, first, weights, i, integers);
+    }
+    if constexpr (terms == 2 && Weights::kPlanes == 2) {
+      add_piece<rows, depth, terms, 1, 1>(pieces, a, first, weights, i, integers);
+    }
+    const Vec weight_scales[2] = {weights.scale(0, i), weights.scale(1, i)};
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const Vec scale = set(scales[r * pieces.count + i]);
 #pragma GCC unroll 2
-    for (int plane = 0; plane < (two_planes ? 2 : 1); ++plane) {
-      Sums sums[rows][2];
-#pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        sums[r][0] = sums[r][1] = set_sums(plane == 0 ? starts[r * count + i] : 0);
-      }
-#pragma GCC unroll 8
-      for (int k = 0; k < depth; ++k) {
-        const Words left = load_words(words);
-        const Words right = load_words(words + kVectorBytes);
-        words += 2 * kVectorBytes;
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; ++r) {
-          const std::int8_t* four = bytes + (r * count + i) * depth * 4 + k * 4;
-          sums[r][0] = multiply_words(sums[r][0], left, four);
-          sums[r][1] = multiply_words(sums[r][1], right, four);
-        }
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        const Vec scale = set(scales[r * count + i]);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-          const Vec value = two_planes && plane == 0 ? to_float<two_planes>(sums[r][h])
-                                                     : to_float<false>(sums[r][h]);
-          tile.sums[r][h] = fma(mul(value, weight_scales[h]), scale, tile.sums[r][h]);
-        }
+      for (int half = 0; half < 2; ++half) {
+        const Vec value = mul(to_float(integers[r][half]), weight_scales[half]);
+        tile.sums[r][half] = fma(value, scale, tile.sums[r][half]);
       }
     }
-    if constexpr (has_zeros) {
-      const float* zeros = panel.zeros + i * kPanelRows;
+    if (!has_zeros) continue;
+    const Vec zeros[2] = {weights.zero(0, i), weights.zero(1, i)};
 #pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        const Vec sum = set(a.sums[(first + r) * count + i]);
-        tile.sums[r][0] = fma(load(zeros), sum, tile.sums[r][0]);
-        tile.sums[r][1] = fma(load(zeros + kLanes), sum, tile.sums[r][1]);
-      }
+    for (int r = 0; r < rows; ++r) {
+      const Vec sum = set(a.sums[(first + r) * pieces.count + i]);
+      tile.sums[r][0] = fma(zeros[0], sum, tile.sums[r][0]);
+      tile.sums[r][1] = fma(zeros[1], sum, tile.sums[r][1]);
     }
   }
   return tile;
@@ -165,23 +197,21 @@ Tile<rows> multiply_floats(const Pieces& pieces, std::int64_t columns, const Act
   return tile;
 }
 
-template <int rows>
-Tile<rows> multiply(const MatMulParams& p, const Pieces& pieces, const Activations& a,
-                    std::int64_t first, const Panel& panel) {
-  if (!p.quantizes_activations) {
-    return multiply_floats<rows>(pieces, p.weights.columns, a, first, panel);
-  }
-  const auto with_depth = [&](auto depth) {
+// Activations as integers, whatever their pieces and terms.
+template <int rows, typename Weights>
+Tile<rows> multiply_integers(const MatMulParams& p, const Pieces& pieces, const Activations& a,
+                             std::int64_t first, const Weights& weights) {
+  const auto with = [&](auto depth, auto terms) {
     constexpr int kDepth = decltype(depth)::value;
-    const bool has_zeros = p.weights.zero_points != nullptr;
-    if (kSplitsBytes && p.weights.bits == 8) {
-      return has_zeros ? multiply_bytes<rows, kDepth, kSplitsBytes, true>(pieces, a, first, panel)
-                       : multiply_bytes<rows, kDepth, kSplitsBytes, false>(pieces, a, first, panel);
-    }
-    return has_zeros ? multiply_bytes<rows, kDepth, false, true>(pieces, a, first, panel)
-                     : multiply_bytes<rows, kDepth, false, false>(pieces, a, first, panel);
+    constexpr int kTerms = decltype(terms)::value;
+    return multiply_bytes<rows, kDepth, kTerms>(p, pieces, a, first, weights);
   };
-  return pieces.columns == 32 ? with_depth(Constant<8>()) : with_depth(Constant<4>());
+  if (pieces.columns == 32) {
+    return pieces.terms == 2 ? with(Constant<8>(), Constant<2>())
+                             : with(Constant<8>(), Constant<1>());
+  }
+  return pieces.terms == 2 ? with(Constant<4>(), Constant<2>())
+                           : with(Constant<4>(), Constant<1>());
 }
 
 // Adds the bias and writes one row of a tile, from column `column` on.

@@ -18,6 +18,10 @@ using Vec = __m256;
 
 static inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+static inline Vec in_register(Vec v) {
+  __asm__("" : "+x"(v));
+  return v;
+}
 static inline Vec set(float x) { return _mm256_set1_ps(x); }
 static inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 static inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }

@@ -19,6 +19,10 @@ using Vec = __m512;
 
 static inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+static inline Vec in_register(Vec v) {
+  __asm__("" : "+v"(v));
+  return v;
+}
 static inline Vec set(float x) { return _mm512_set1_ps(x); }
 static inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 static inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }

@@ -27,6 +27,9 @@ static inline Vec load(const float* p) {
   return v;
 }
 static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+// v itself. A vector from memory that several products take is loaded once this way; compilers like
+// to load it once for each.
+static inline Vec in_register(Vec v) { return v; }
 static inline Vec set(float x) { return Vec{x, x, x, x}; }
 static inline Vec add(Vec a, Vec b) { return a + b; }
 static inline Vec sub(Vec a, Vec b) { return a - b; }

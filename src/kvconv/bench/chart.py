@@ -12,17 +12,17 @@ def check_chart(path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        OutputExistsError: The file cannot be opened, or its name's ending is no image format.
+        ValueError: The name's ending is no image format.
+        OutputExistsError: The file cannot be opened.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
     endings = sorted(FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # needs LaTeX
     ending = path.suffix.removeprefix(".").lower()
     if ending not in endings:
-        raise OutputExistsError(
+        raise ValueError(
             f"The chart {path} ends in {path.suffix or 'nothing'}, which is no image format; "
-            f"choose one of .{', .'.join(endings)}.",
-            path=str(path),
+            f"choose one of .{', .'.join(endings)}."
         )
     is_there = path.exists()
     try:

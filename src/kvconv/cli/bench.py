@@ -148,7 +148,10 @@ def command(
         with needs_extra("plot"):
             from kvconv.bench.chart import check_chart, draw_chart
 
-            check_chart(chart)
+            try:
+                check_chart(chart)
+            except ValueError as error:
+                raise click.BadParameter(str(error), param_hint="--plot") from error
     paths = [bundle] if against is None else [bundle, against]
     labels = [path.name for path in paths]
     if len(set(labels)) < len(labels):

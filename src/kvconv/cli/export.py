@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     help="int4 weights without or with zero points. [default: with]",
 )  # fmt: skip
 @click.option(
-    "--accuracy-level", type=click.Choice(["1", "4"]), default="4", show_default=True,
-    help="Products with quantised weights. 4: activations become 8-bit integers. 1: they stay "
-    "float, which is slower.",
+    "--accuracy-level", type=click.Choice(["1", "2", "4"]),
+    help="Products with quantised weights. 4: activations become 8-bit integers. 2: 16-bit ones. "
+    "1: they stay float, which is slower. [default: 2; 4 for standard and gqa, which have no 2]",
 )  # fmt: skip
 @click.option(
     "--attention", type=click.Choice(list(FLAVOURS)), default="flash", show_default=True,
@@ -85,7 +85,7 @@ def command(
     no_verify: bool,
     as_json: bool,
     block_size: str | None,
-    accuracy_level: str,
+    accuracy_level: str | None,
     **options: Any,
 ) -> None:
     """Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
@@ -103,7 +103,7 @@ def command(
         from kvconv.verify import Verifier
 
         options |= {"block_size": block_size and int(block_size)}
-        options |= {"accuracy_level": int(accuracy_level)}
+        options |= {"accuracy_level": accuracy_level and int(accuracy_level)}
         verifier = None if no_verify else Verifier()
         started = time.perf_counter()
         with StageLines() as stages:

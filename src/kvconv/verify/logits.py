@@ -1,11 +1,12 @@
 """How far two sets of logits are apart, and how far they may be."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconv.manifest import CheckResult
+from kvconv.manifest import AccuracyLevel, CheckResult
 from kvconv.verify.reference import FloatArray
 
 
@@ -46,9 +47,15 @@ _PER_SPREAD = {
     "int4": (5.0, 5.0, 0.12),
     # The same weights with activations that become 8-bit integers, or these in other pieces: a
     # difference in the last bit of a float is one step of such an integer, now and then.
-    "rounded activations": (1.5, 0.5, 0.002),
+    "8-bit activations": (1.5, 0.5, 0.002),
+    "16-bit activations": (0.01, 0.01, 0.01**2 / 32),
 }
 """What is compared -> Limits of logits with standard deviation 1."""
+ROUNDED_ACTIVATIONS: Mapping[AccuracyLevel, str] = {
+    4: "8-bit activations",
+    2: "16-bit activations",
+}
+"""Accuracy level -> what is compared; at other levels activations are what the manifest says."""
 
 
 def compare_logits(name: str, found: FloatArray, wanted: FloatArray, limits: Limits) -> CheckResult:

@@ -50,10 +50,10 @@ Case make_case(std::uint64_t seed) {
   w.scale_type = random.chance(60) ? DataType::kFloat16 : DataType::kFloat32;
   p.num_rows = random.chance(30) ? 1 : random.chance(5) ? 515 : random.pick(edges);
   p.activation_type = random.chance(75) ? DataType::kFloat32 : DataType::kFloat16;
-  p.quantizes_activations = random.chance(70);
+  p.rounding = random.pick<Rounding>({Rounding::kNone, Rounding::kInt16, Rounding::kInt8});
 
-  const std::int64_t blocks = w.rows * w.num_blocks();
-  const std::int64_t num_bytes = w.rows * w.row_bytes();
+  const std::int64_t blocks = w.num_groups() * w.kGroupRows * w.num_blocks();
+  const std::int64_t num_bytes = w.num_groups() * w.kGroupRows * w.row_words() * 4;
   c.data.reset(new unsigned char[static_cast<std::size_t>(num_bytes)]);
   const int percent = random.pick<int>({0, 0, 100, 50});  // of extreme weights
   for (std::int64_t i = 0; i < num_bytes; ++i) {
@@ -83,7 +83,9 @@ Case make_case(std::uint64_t seed) {
   c.text = "case " + std::to_string(seed) + " (M " + std::to_string(p.num_rows) + ", N " +
            std::to_string(w.rows) + ", K " + std::to_string(w.columns) + ", " +
            std::to_string(w.bits) + " bits, block " + std::to_string(w.block_size) +
-           (p.quantizes_activations ? ", int8" : ", float32") +
+           (p.rounding == Rounding::kNone    ? ", float32"
+            : p.rounding == Rounding::kInt16 ? ", int16"
+                                             : ", int8") +
            (w.zero_points != nullptr ? ", zero points)" : ")");
   return c;
 }
@@ -108,7 +110,7 @@ float allowed_error(const MatMulParams& p, std::int64_t row, std::int64_t column
   const QuantizedMatrix& w = p.weights;
   double sum = 0.0;
   for (std::int64_t k = 0; k < w.columns; ++k) {
-    const std::int64_t block = column * w.num_blocks() + k / w.block_size;
+    const std::int64_t block = w.scale_offset(column) + k / w.block_size * w.kGroupRows;
     const double largest = (w.zero_points == nullptr ? 1.0 : 4.0) * w.middle() *
                            load_element(w.scales, block, w.scale_type);
     sum += std::fabs(load_element(p.a, row * w.columns + k, p.activation_type) * largest);
@@ -150,8 +152,10 @@ void test_matmul(const MatMulKernel& kernel, int cases) {
 
 // A NaN or an infinity among a row's activations shows in its results, and in no other row.
 void test_specials(const MatMulKernel& kernel) {
-  for (int bits : {4, 8}) {
-    for (float special : {NAN, INFINITY}) {
+  for (const Rounding rounding : {Rounding::kNone, Rounding::kInt16, Rounding::kInt8}) {
+    for (const int kind : {0, 1, 2, 3}) {
+      const int bits = kind % 2 == 0 ? 4 : 8;
+      const float special = kind < 2 ? NAN : INFINITY;
       Case c = make_case(1);
       MatMulParams& p = c.p;
       Random random(1);
@@ -160,8 +164,9 @@ void test_specials(const MatMulKernel& kernel) {
       p.weights.rows = 5;
       p.weights.columns = 70;
       p.weights.bits = bits;
-      const Bytes data = make_floats(random, 5 * 96, DataType::kFloat32, 0.0F, 1.0F);
-      const Bytes scales = make_floats(random, 15, DataType::kFloat32, 1.0F, 0.1F);
+      p.rounding = rounding;
+      const Bytes data = make_floats(random, 16 * 96, DataType::kFloat32, 0.0F, 1.0F);
+      const Bytes scales = make_floats(random, 3 * 16, DataType::kFloat32, 1.0F, 0.1F);
       const Bytes a = make_floats(random, 210, DataType::kFloat32, 0.0F, 1.0F);
       store_element(a.get(), 70 + 40, DataType::kFloat32, special);
       p.weights.data = data.get();
@@ -226,7 +231,7 @@ void test_gather() {
       MatMulParams p;
       p.weights = w;
       p.num_rows = 1;
-      p.quantizes_activations = false;
+      p.rounding = Rounding::kNone;
       p.a = unit.data();
       p.output = column.data();
       matmul_reference(p);

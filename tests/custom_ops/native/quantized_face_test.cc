@@ -43,21 +43,22 @@ Run make_run(Random& random) {
   const std::int64_t bits = random.chance(50) ? 4 : 8;
   const std::int64_t block_size = random.pick<std::int64_t>({16, 32, 64, 128, 256});
   const std::int64_t blocks = (columns + block_size - 1) / block_size;
-  run.attributes.ints = {{"K", columns}, {"bits", bits}, {"block_size", block_size}};
+  const std::int64_t groups = (rows + 15) / 16;
+  run.attributes.ints = {{"K", columns}, {"N", rows}, {"bits", bits}, {"block_size", block_size}};
 
   auto data = std::make_unique<FakeTensor>(
-      ort::kUInt8, std::vector<std::int64_t>{rows, blocks * block_size * bits / 8});
+      ort::kUInt8, std::vector<std::int64_t>{groups, blocks * block_size * bits / 32, 16, 4});
   for (std::int64_t i = 0; i < data->size(); ++i) {
     data->data[i] = static_cast<unsigned char>(random.below(256));
   }
   std::vector<std::int64_t> leading;
   for (std::int64_t axis = random.below(4); axis > 0; --axis) leading.push_back(random.below(5));
-  auto scales = make_floats(random, run.scale, {rows, blocks});
+  auto scales = make_floats(random, run.scale, {groups, blocks, 16});
   std::unique_ptr<FakeTensor> zero_points;
-  if (random.chance(40)) zero_points = make_floats(random, run.scale, {rows, blocks});
+  if (random.chance(40)) zero_points = make_floats(random, run.scale, {groups, blocks, 16});
   if (run.is_product) {
-    run.attributes.ints["N"] = rows;
-    if (random.chance(30)) run.attributes.ints["accuracy_level"] = 1;
+    const std::int64_t level = random.pick<std::int64_t>({0, 1, 2, 4});
+    if (level != 0) run.attributes.ints["accuracy_level"] = level;
     leading.push_back(columns);
     run.inputs.resize(kNumMatMulInputs);
     run.inputs[kMatMulA] = make_floats(random, run.activation, leading);
@@ -84,7 +85,7 @@ void spoil(Random& random, Run& run) {
   run.is_valid = false;
   if (random.chance(25)) {
     const char* name = random.pick<const char*>({"K", "N", "bits", "block_size"});
-    run.attributes.ints[name] = random.below(300) - 20;
+    run.attributes.ints[name] = random.chance(5) ? INT32_MAX : random.below(300) - 20;
     return;
   }
   std::vector<std::size_t> present;
@@ -137,7 +138,7 @@ QuantizedMatrix matrix_of(const Run& run) {
   const std::size_t zeros = run.is_product ? std::size_t{kMatMulZeroPoints} : kGatherZeroPoints;
   const FakeTensor& data = *run.inputs[run.is_product ? std::size_t{kMatMulB} : kGatherData];
   QuantizedMatrix w;
-  w.rows = data.shape[0];
+  w.rows = run.attributes.ints.at("N");
   w.columns = run.attributes.ints.at("K");
   w.bits = static_cast<int>(run.attributes.ints.at("bits"));
   w.block_size = run.attributes.ints.at("block_size");
@@ -155,7 +156,9 @@ void check_product(const Run& run, const FakeTensor& output, const std::string& 
   p.num_rows = a.size() / p.weights.columns;
   p.activation_type = data_type(run.activation);
   const auto level = run.attributes.ints.find("accuracy_level");
-  p.quantizes_activations = level == run.attributes.ints.end() || level->second == 4;
+  p.rounding = level == run.attributes.ints.end() || level->second == 2 ? Rounding::kInt16
+               : level->second == 1                                     ? Rounding::kNone
+                                                                        : Rounding::kInt8;
   p.a = a.data.get();
   if (run.inputs[kMatMulBias] != nullptr) p.bias = run.inputs[kMatMulBias]->data.get();
   FakeTensor expected(output.type, output.shape);
