@@ -44,6 +44,8 @@ class ExportOptions:
         cache_dir: Where hub files are kept; None is Hugging Face's own cache.
         trust_remote_code: Whether Python code that comes with the model may run.
         overwrite: Whether a bundle at the output may be replaced.
+        without: Optional rules to leave out: `OPTIONAL_RULES` of `kvconv.converter.rewrite`, `pack`
+            and `sort_columns`. For measurements; no option of the command line.
     """
 
     dtype: ActivationDtype = "float32"
@@ -59,6 +61,7 @@ class ExportOptions:
     cache_dir: Path | None = None
     trust_remote_code: bool = False
     overwrite: bool = False
+    without: frozenset[str] = frozenset()
 
     @property
     def chosen_accuracy_level(self) -> AccuracyLevel:

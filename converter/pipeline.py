@@ -180,9 +180,9 @@ def _trace(
     with stages("trace"):
         graph = trace(loaded.model, spec, opset=options.opset)
         lay_out(graph)
-        counts = {"pack": pack(graph)}
+        counts = {"pack": 0 if "pack" in options.without else pack(graph)}
         simplify(graph)
-        counts["sort_columns"] = sort_columns(graph)
+        counts["sort_columns"] = 0 if "sort_columns" in options.without else sort_columns(graph)
         quantized = None
         if options.weights is not None:
             from kvconv.converter.quantization import quantize
@@ -264,6 +264,7 @@ def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> 
         attention=options.attention,
         opset=options.opset,
         max_sequence_length=max_sequence_length,
+        without=options.without - {"pack", "sort_columns"},
     )
     write_graph(graph, path)
     return report

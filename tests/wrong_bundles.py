@@ -94,18 +94,16 @@ def rotate_halves(folder: Path) -> None:
 def skip_query_key_norm(folder: Path) -> None:
     """Feed the op from the projections, past the norms in between."""
     graph = onnx.load(folder / names.MODEL_FILE, load_external_data=False).graph
-    producers = {output: node for node in graph.node for output in node.output}
+    norms = {
+        node.output[0]: node.input[0]
+        for node in graph.node
+        if node.op_type == names.HEAD_RMS_NORMALIZATION
+    }
 
     def skip(node: onnx.NodeProto) -> bool:
-        changed = False
-        for side in ("query", "key"):
-            index = names.FLASH_ATTENTION_INPUTS.index(side)
-            source = node.input[index]
-            while producers[source].op_type not in ("MatMul", "Gemm", "Split"):
-                source = next(name for name in producers[source].input if name in producers)
-            changed |= source != node.input[index]
-            node.input[index] = source
-        return changed
+        is_normed = node.input[0] in norms
+        node.input[0] = norms.get(node.input[0], node.input[0])
+        return is_normed
 
     _change_attention(folder, skip)
 

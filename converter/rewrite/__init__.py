@@ -39,6 +39,7 @@ evaluation refuses to reach them. Graphs are read and written by `io`.
 """
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,7 @@ from kvconv.flavour import FLAVOURS
 from kvconv.manifest import AttentionFlavour
 
 __all__ = [
+    "OPTIONAL_RULES",
     "Refusal",
     "RewriteReport",
     "read_graph",
@@ -106,6 +108,11 @@ _MUST_REWRITE = {
     gqa.NAME: (names.OP_NAME, names.OP_DOMAIN),
 }
 """Rules that must rewrite every attention -> operator and domain of what they rewrite."""
+OPTIONAL_RULES = frozenset(
+    rule.NAME
+    for rule in (norm, mask, rotary, heads, scale, head_norm, packed_qkv, gated, skip_norm)
+)
+"""Rules that make a graph fast, without which it computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ def rewrite(
     attention: AttentionFlavour,
     opset: int,
     max_sequence_length: int | None = None,
+    without: Collection[str] = (),
 ) -> RewriteReport:
     """Rewrite a traced graph in place.
 
@@ -140,12 +148,15 @@ def rewrite(
         opset: Version of the default ONNX domain that the graph uses.
         max_sequence_length: Most tokens a cache will hold; without it the gqa flavour leaves
             rotation outside its nodes.
+        without: Names of optional rules to leave out, which shows what each is worth.
 
     Raises:
         RewriteError: The graph has no cache, a layer's attention could not be rewritten, something
             besides the op reads the cache, or a mask is not causal.
-        ValueError: The graph is of another opset.
+        ValueError: The graph is of another opset, or `without` names another rule.
     """
+    if not OPTIONAL_RULES.issuperset(without):
+        raise ValueError(f"without is {set(without)}; it may hold {sorted(OPTIONAL_RULES)}")
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
     editor = Editor(graph, max_sequence_length=max_sequence_length)
@@ -168,7 +179,7 @@ def rewrite(
             masks = calls.evaluate_masks(graph, placeholders)  # while there are masks to ask
         target = _MUST_REWRITE.get(rule.NAME)
         expected = len(find(graph, *target)) if target else 0
-        outcome = rule.apply(editor)
+        outcome = Outcome(0) if rule.NAME in without else rule.apply(editor)
         if rule.NAME == heads.NAME:
             masks = calls.read_masks(graph)  # before another flavour's nodes take over
         counts[rule.NAME] = counts.get(rule.NAME, 0) + outcome.count

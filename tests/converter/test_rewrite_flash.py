@@ -1,5 +1,6 @@
 """The flash flavour as a whole, and the rule that makes FlashAttention nodes."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import onnx_graphsurgeon as gs
 import pytest
 
 from kvconv import names
-from kvconv.converter.rewrite import rewrite
+from kvconv.converter.rewrite import OPTIONAL_RULES, RewriteReport, rewrite
 from kvconv.converter.rewrite.graph import find
 from kvconv.errors import RewriteError
 from rewrite_graphs import (
@@ -34,7 +35,9 @@ def flash_nodes(graph: gs.Graph) -> list[gs.Node]:
     return find(graph, names.OP_NAME, names.OP_DOMAIN)
 
 
-def assert_same_logits(graph: gs.Graph, folder: Path, dtype: str = "float32") -> None:
+def assert_same_logits(
+    graph: gs.Graph, folder: Path, dtype: str = "float32", *, without: Collection[str] = ()
+) -> RewriteReport:
     """Compare logits and caches before and after rewriting, in both cache modes.
 
     Args:
@@ -42,9 +45,10 @@ def assert_same_logits(graph: gs.Graph, folder: Path, dtype: str = "float32") ->
         folder: Where to write the model.
         dtype: Key of the tolerance. For float16 graphs that is bfloat16's: both sides round every
             tensor on the way to 11 bits, and a logit is the sum of several.
+        without: Rules to leave out.
     """
     traced = gs.import_onnx(gs.export_onnx(graph))
-    rewrite(graph, attention="flash", opset=graph.opset)
+    report = rewrite(graph, attention="flash", opset=graph.opset, without=without)
     session = open_session(graph, folder)
     for past, new in ((0, 5), (7, 1), (6, 4)):
         mask = make_mask(past, new)
@@ -61,6 +65,7 @@ def assert_same_logits(graph: gs.Graph, folder: Path, dtype: str = "float32") ->
             for name in (names.present_key(0), names.present_value(0)):
                 assert actual[name].shape[2] == (capacity or past + new)
                 assert_close(actual[name][:, :, : past + new], expected[name], dtype, where + name)
+    return report
 
 
 @pytest.mark.parametrize("style", ["half", "partial", "interleaved", "none"])
@@ -116,7 +121,8 @@ def test_rewrite_flash_reads_projections_and_nothing_else() -> None:
     assert report.windows == (None, 3)
     assert report.counts == {
         "tidy": report.counts["tidy"], "past_length": 1, "eager": 0, "flash": 2, "mask": 2,
-        "norm": 0, "rotary": 2, "heads": 8, "packed_qkv": 0, "gated": 0, "skip_norm": 0,
+        "norm": 0, "rotary": 2, "heads": 8, "scale": 0, "head_norm": 0, "packed_qkv": 0,
+        "gated": 0, "skip_norm": 0,
         "num_logits_to_keep": 1, "float32_logits": 0,
     }  # fmt: skip
     for node in flash_nodes(graph):
@@ -194,6 +200,30 @@ def test_cache_use_outside_attention_is_refused() -> None:
     with pytest.raises(RewriteError, match=r"it reads past_key_values\.0\.key") as caught:
         rewrite(b.graph, attention="flash", opset=23)
     assert (caught.value.expected, caught.value.found) == (1, 1)
+
+
+@pytest.mark.parametrize("rule", sorted(OPTIONAL_RULES))
+def test_graph_without_an_optional_rule_gives_the_traced_logits(rule: str, tmp_path: Path) -> None:
+    report = assert_same_logits(decoder(), tmp_path, without=[rule])
+    assert report.counts[rule] == 0
+
+
+def test_rule_left_out_finds_its_work_later() -> None:
+    graph, whole = decoder(), decoder()
+    counts = rewrite(graph, attention="flash", opset=23, without=OPTIONAL_RULES).counts
+    again = rewrite(graph, attention="flash", opset=23).counts
+    expected = rewrite(whole, attention="flash", opset=23).counts
+    assert {rule: counts[rule] for rule in OPTIONAL_RULES} == dict.fromkeys(OPTIONAL_RULES, 0)
+    assert {rule: again[rule] for rule in OPTIONAL_RULES} == {
+        rule: expected[rule] for rule in OPTIONAL_RULES
+    }
+    assert any(again[rule] for rule in OPTIONAL_RULES)
+    assert [node.op for node in graph.nodes] == [node.op for node in whole.nodes]
+
+
+def test_rule_that_a_graph_needs_is_not_left_out() -> None:
+    with pytest.raises(ValueError, match="'flash'.*it may hold.*'skip_norm'"):
+        rewrite(decoder(), attention="flash", opset=23, without=["flash"])
 
 
 def test_rewrite_without_attention_is_refused() -> None:
