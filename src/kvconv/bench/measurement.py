@@ -11,7 +11,6 @@ import numpy.typing as npt
 from kvconv.bench.sample import Load, Sample
 from kvconv.errors import CacheFullError, PromptError
 from kvconv.memory import peak_rss_mb, reset_peak_rss
-from kvconv.plan import PREFILL_CHUNK_TOKENS
 from kvconv.runtime import Bundle, Generator, SamplingParams, Session
 from kvconv.runtime.tokenizer import Tokenizer
 
