@@ -17,7 +17,8 @@ from kvconv.manifest import (
 
 DEFAULT_OPSET = 23
 DEFAULT_BLOCK_SIZE: dict[QuantizedDtype, int] = {"int8": 16, "int4": 32}
-"""Of int8, what matters is the error of the activations, which are rounded in the same blocks."""
+"""int8 loses less in smaller blocks, at accuracy level 4 most of all: there activations are rounded
+in the same blocks."""
 
 
 @dataclass(frozen=True, slots=True)

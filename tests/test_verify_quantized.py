@@ -1,8 +1,11 @@
 """Bundles with quantised weights: what verification says of right and of wrong ones."""
 
+import dataclasses
+
 import pytest
 
 from kvconv.converter import ExportOptions, export
+from kvconv.flavour import FLAVOURS
 from kvconv.manifest import FLOAT_WEIGHTS, Verification, read_manifest
 from kvconv.runtime import Bundle, Session
 from kvconv.verify import Reference, Verifier
@@ -70,7 +73,7 @@ def test_a_right_bundle_passes_and_says_what_it_lost(quantized, weights):
     assert lost.kl > (10 if weights == "int4" else 1) * min(check.kl for check in found.values())
     manifest = read_manifest(folder)
     assert manifest.weights_dtype == weights
-    assert manifest.quantization.accuracy_level == 2
+    assert manifest.quantization.accuracy_level == FLAVOURS["flash"].accuracy_levels[0]
     assert sum(manifest.quantization.stored_bytes.values()) > 0
 
 
@@ -85,10 +88,10 @@ def test_without_integer_activations_a_right_bundle_is_as_exact_as_float(quantiz
 @pytest.mark.parametrize(
     ("model_type", "level", "change", "wrong"),
     [
-        ("llama", 4, swap_cos_and_sin, ALL),
+        ("llama", 2, swap_cos_and_sin, ALL),
         ("llama", 4, ignore_padding, {"left-padded batch"}),
         ("gemma3_text", 4, drop_window, ALL),
-        ("gemma2", 4, drop_softcap, ALL - {FLOAT_WEIGHTS}),
+        ("gemma2", 2, drop_softcap, ALL - {FLOAT_WEIGHTS}),
         ("gpt_oss", 4, drop_sinks, ALL - {FLOAT_WEIGHTS}),
         ("bloom", 1, drop_alibi, ALL - {FLOAT_WEIGHTS}),
     ],
@@ -98,6 +101,21 @@ def test_a_wrong_int4_bundle_fails(quantized, tmp_path, model_type, level, chang
     assert all(check.passed for check in checks(folder, reference).values())
     found = checks(copy_wrong(folder, tmp_path / "wrong", change), reference)
     assert {name for name, check in found.items() if not check.passed} >= wrong
+
+
+def test_16_bit_activations_are_held_to_much_less_than_8_bit_ones(quantized):
+    folder, reference = quantized("llama", weights="int4", accuracy_level=2)
+    assert all(check.passed for check in checks(folder, reference).values())
+    coarse, _ = quantized("llama", weights="int4", accuracy_level=4)
+    manifest = read_manifest(coarse)
+    quantization = dataclasses.replace(manifest.quantization, accuracy_level=2)
+    found = run_checks(
+        Session(Bundle.open(coarse), threads=1),
+        dataclasses.replace(manifest, quantization=quantization),
+        reference,
+    )
+    failed = {check.name for check in found.checks if not check.passed}
+    assert failed == ALL - {FLOAT_WEIGHTS}
 
 
 def test_with_float_weights_the_bundle_is_compared_with_itself(quantized, tmp_path):

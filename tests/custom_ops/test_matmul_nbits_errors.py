@@ -41,10 +41,16 @@ MATMUL_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
     "A width": ({"A": zeros(2, 71)}, ["A", "[2, 71]", "K 70"]),
     "A rank": ({"A": zeros(1, 1, 1, 1, 1, 1, 1, 2, 70)}, ["rank 9", "at most 8"]),
     "A scalar": ({"A": zeros()}, ["A", "[]", "K 70"]),
-    "B by rows": ({"B": zeros(22, 48, kind="uint8")}, ["B", "[22, 48]", DATA, "exported again"]),
+    "B by rows": (
+        {"B": zeros(22, 48, kind="uint8")},
+        ["B", "[22, 48]", DATA, "Export the model again"],
+    ),
     "B groups": ({"B": zeros(1, 12, 16, 4, kind="uint8")}, ["B", "[1, 12, 16, 4]", DATA]),
     "B words": ({"B": zeros(2, 9, 16, 4, kind="uint8")}, ["B", "[2, 9, 16, 4]", DATA]),
-    "scales by rows": ({"scales": zeros(22, 3)}, ["scales", "[22, 3]", BLOCKS, "exported again"]),
+    "scales by rows": (
+        {"scales": zeros(22, 3)},
+        ["scales", "[22, 3]", BLOCKS, "Export the model again"],
+    ),
     "scales groups": ({"scales": zeros(3, 3, 16)}, ["scales", "[3, 3, 16]", BLOCKS]),
     "scales blocks": ({"scales": zeros(2, 2, 16)}, ["scales", "[2, 2, 16]", BLOCKS]),
     "zero points by rows": ({"zero_points": zeros(22, 3)}, ["zero_points", "[22, 3]", BLOCKS]),

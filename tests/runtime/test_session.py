@@ -19,7 +19,7 @@ from kvconv.errors import (
     LibraryError,
     ProviderError,
 )
-from kvconv.manifest import read_manifest
+from kvconv.manifest import Quantization, read_manifest
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.session import Session
 from tiny_bundle import (
@@ -290,6 +290,19 @@ def test_newer_op_version_is_refused(tmp_path):
     manifest = dataclasses.replace(read_manifest(folder), op_version=names.OP_VERSION + 1)
     manifest.write(folder)
     with pytest.raises(LibraryError, match=f"version {names.OP_VERSION + 1}"):
+        Session(Bundle.open(folder))
+
+
+def test_quantised_weights_of_an_older_op_version_must_be_exported_again(tmp_path):
+    folder = write_bundle(tmp_path / "bundle", decoder=DECODER, attention="flash")
+    manifest = dataclasses.replace(read_manifest(folder), op_version=1)
+    manifest.write(folder)
+    session = Session(Bundle.open(folder), threads=1)  # float weights are read as ever
+    logits = session.run(session.new_cache(1, 32), [TOKENS])
+    assert_close(logits[0, -1], DECODER.reference(TOKENS)[-1])
+    quantization = Quantization(32, symmetric=False, accuracy_level=4, method="least squares")
+    dataclasses.replace(manifest, weights_dtype="int4", quantization=quantization).write(folder)
+    with pytest.raises(LibraryError, match=r"version 1 .* has 2.* Export the model again"):
         Session(Bundle.open(folder))
 
 

@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 @click.option(
     "--accuracy-level", type=click.Choice(["1", "2", "4"]),
     help="Products with quantised weights. 4: activations become 8-bit integers. 2: 16-bit ones. "
-    "1: they stay float, which is slower. [default: 2; 4 for standard and gqa, which have no 2]",
+    "1: they stay float, which is slower. "
+    f"[default: {FLAVOURS['flash'].accuracy_levels[0]}; "
+    f"{FLAVOURS['standard'].accuracy_levels[0]} for standard and gqa, which have no 2]",
 )  # fmt: skip
 @click.option(
     "--attention", type=click.Choice(list(FLAVOURS)), default="flash", show_default=True,
