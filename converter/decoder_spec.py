@@ -83,7 +83,7 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
     """
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
-    output = _run(model)
+    output = run_two_tokens(model)
     has_position_ids = "position_ids" in parameters
     if has_position_ids:
         _check_positions(model, output.logits)
@@ -92,11 +92,11 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
         architecture=architecture,
         model_type=config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
-        cache_shapes=_cache_shapes(model, architecture, config, output),
+        cache_shapes=cache_shapes(model, output),
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         has_position_ids=has_position_ids,
         vocab_size=output.logits.shape[-1],
-        max_position_embeddings=_first(*(getattr(config, name, None) for name in _LENGTHS)),
+        max_position_embeddings=max_positions(config),
         fixed_rope_length=fixed_length(config),
         eos_token_ids=_token_ids(generation.eos_token_id, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),
@@ -104,13 +104,12 @@ def describe(model: PreTrainedModel) -> DecoderSpec:
     )
 
 
-def _run(model: PreTrainedModel, **inputs: torch.Tensor) -> ModelOutput:
+def run_two_tokens(model: PreTrainedModel, **inputs: torch.Tensor) -> ModelOutput:
     """Run a model on two tokens, which a decoder needs nothing else for."""
     try:
         with torch.no_grad():
-            output: ModelOutput = model(
-                input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True, **inputs
-            )
+            input_ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+            output: ModelOutput = model(input_ids=input_ids, use_cache=True, **inputs)
     except MemoryError:
         raise
     except Exception as error:
@@ -124,7 +123,7 @@ def _run(model: PreTrainedModel, **inputs: torch.Tensor) -> ModelOutput:
 
 def _check_positions(model: PreTrainedModel, logits: torch.Tensor) -> None:
     """Refuse a model whose own positions are not 0, 1, ..., which every runtime passes."""
-    counted = _run(model, position_ids=torch.arange(2)[None]).logits
+    counted = run_two_tokens(model, position_ids=torch.arange(2)[None]).logits
     # Logits that are not finite are for verification to refuse; here they compare as equal.
     if ((counted - logits).abs() > 0.02 * logits.std()).any():
         raise UnsupportedModelError(
@@ -135,14 +134,27 @@ def _check_positions(model: PreTrainedModel, logits: torch.Tensor) -> None:
         )
 
 
-def _cache_shapes(
-    model: PreTrainedModel, architecture: str, config: PreTrainedConfig, output: object
-) -> tuple[CacheShape, ...]:
-    latent = latent_layers(model)
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens that a decoder was made for; None if its config is silent."""
+    return _first(*(getattr(config, name, None) for name in _LENGTHS))
+
+
+def cache_layers(output: object) -> Sequence[Any]:
+    """Return the layers of the cache that a run returned; (None,) if it returned none."""
     cache = getattr(output, "cache", None)
     if cache is None:
         cache = getattr(output, "past_key_values", None)
-    layers: Sequence[Any] = getattr(cache, "layers", None) or (None,)
+    return getattr(cache, "layers", None) or (None,)
+
+
+def cache_shapes(model: PreTrainedModel, output: object) -> tuple[CacheShape, ...]:
+    """Return the shape of each cache layer, from what a run returned.
+
+    Raises:
+        UnsupportedModelError: A layer keeps something else than one key and value per token.
+    """
+    architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    latent, layers = latent_layers(model), cache_layers(output)
     for index, layer in enumerate(layers):
         if (oddity := _oddity(layer)) is not None:
             kinds = sorted(set(getattr(config, "layer_types", None) or ()))

@@ -35,19 +35,23 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "
 _HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
-def fetch_small_files(model: str, revision: str | None, cache_dir: Path | None) -> Path:
+def fetch_small_files(
+    model: str, revision: str | None, cache_dir: Path | None, *, config_only: bool = False
+) -> Path:
     """Fetch everything but the weights; returns the snapshot's folder, named after its commit.
 
     Args:
         model: Hub id.
         revision: Branch, tag or commit; None for the default branch.
         cache_dir: Where hub files are kept; None is Hugging Face's own cache.
+        config_only: Fetch the config, and code that may come with it, and nothing else.
 
     Raises:
         ModelNotFoundError: There is no such model, it cannot be reached, or it has no config.
     """
     # Subfolders hold other formats.
-    folder = _snapshot(model, revision, cache_dir, _SMALL_FILES, ignore=("*/*",))
+    patterns = (CONFIG_FILE, "*.py") if config_only else _SMALL_FILES
+    folder = _snapshot(model, revision, cache_dir, patterns, ignore=("*/*",))
     if not (folder / CONFIG_FILE).is_file():
         gguf_files = [name for name in _list_files(model, folder.name) if name.endswith(".gguf")]
         remedy = (
@@ -86,8 +90,22 @@ def fetch_weights(model: str, folder: Path, cache_dir: Path | None) -> None:
     _snapshot(model, folder.name, cache_dir, [glob.escape(name) for name in missing])
 
 
-def fetch_gguf_file(model: str, file: str, revision: str | None, cache_dir: Path | None) -> Path:
+def fetch_gguf_file(
+    model: str,
+    file: str,
+    revision: str | None,
+    cache_dir: Path | None,
+    *,
+    only_cached: bool = False,
+) -> Path:
     """Fetch one GGUF file of a hub model; returns the snapshot's folder, named after its commit.
+
+    Args:
+        model: Hub id.
+        file: The file's name.
+        revision: Branch, tag or commit; None for the default branch.
+        cache_dir: Where hub files are kept; None is Hugging Face's own cache.
+        only_cached: Refuse to fetch it: its header is all that is wanted.
 
     Raises:
         ModelNotFoundError: There is no such model or file, or it cannot be reached.
@@ -96,6 +114,13 @@ def fetch_gguf_file(model: str, file: str, revision: str | None, cache_dir: Path
     folder = _snapshot(model, revision, cache_dir, ["README.md"])
     if (folder / file).is_file():
         return folder
+    if only_cached:
+        raise ModelNotFoundError(
+            f"{model}/{file} is not on this machine, and its header cannot be read without "
+            f"fetching all of it. Give the hub model that it was made from, or fetch it first "
+            f"(hf download {model} {file}).",
+            model=f"{model}/{file}",
+        )
     there = _list_files(model, folder.name)
     if file not in there:
         others = sorted(name for name in there if name.endswith(".gguf"))

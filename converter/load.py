@@ -43,11 +43,13 @@ class LoadedModel:
         model: Weights at the dtype asked for; its `generation_config` is the checkpoint's.
         tokenizer: None when the checkpoint has none.
         source: Where it came from; without the path that led there.
+        gguf: The GGUF file that it is, if it is one.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     source: Source
+    gguf: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ class _Checkpoint:
     folder: Path
     gguf_file: str | None
     source: Source
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file, if it is one."""
+        return None if self.gguf_file is None else self.folder / self.gguf_file
 
     def arguments(self, *, trust_remote_code: bool) -> dict[str, Any]:
         """Return what every `from_pretrained` needs to read these files and no others."""
@@ -85,6 +92,41 @@ def fetch(
     """
     name = parse_model_name(model, revision)
     return _prepare(name, revision, cache_dir, trust_remote_code)[0].source.revision
+
+
+def load_skeleton(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Make a decoder without weights from its config alone; its tensors are on the meta device.
+
+    Of a hub model only config.json is fetched, and of a GGUF file only the header is read. What
+    `load_model` judges by the config is refused here too.
+
+    Args:
+        model: As for `load_model`, as are the others.
+        revision: See there.
+        cache_dir: See there.
+        trust_remote_code: See there.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or its config is damaged.
+        UnsupportedModelError: It is no decoder, is quantised, or needs code that is not trusted.
+    """
+    name = parse_model_name(model, revision)
+    with fast_reading(remember=True):
+        checkpoint = _find(name, revision, cache_dir, config_only=True)
+        config = _read_config(name.text, checkpoint, trust_remote_code)
+        with quiet(), damaged_files(model), torch.device("meta"):
+            decoder = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            )
+    return LoadedModel(
+        decoder.eval().requires_grad_(False), None, checkpoint.source, checkpoint.gguf
+    )
 
 
 def load_model(
@@ -133,7 +175,7 @@ def load_model(
         decoder.hf_quantizer = None
         del decoder.config.quantization_config
     decoder.eval().requires_grad_(False)
-    return LoadedModel(decoder, tokenizer, checkpoint.source)
+    return LoadedModel(decoder, tokenizer, checkpoint.source, checkpoint.gguf)
 
 
 def _prepare(
@@ -141,12 +183,9 @@ def _prepare(
 ) -> tuple[_Checkpoint, PreTrainedConfig]:
     """Bring all files here, the weights only after the config has been judged."""
     checkpoint = _find(name, revision, cache_dir)
-    arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
     if checkpoint.gguf_file is None:
         check_small_files(name.text, checkpoint.folder)
-    with quiet(), damaged_files(name.text):
-        config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
-    _check_decoder(name.text, config)
+    config = _read_config(name.text, checkpoint, trust_remote_code)
     if checkpoint.gguf_file is None:
         if name.kind == "hub":
             hub.fetch_weights(name.location, checkpoint.folder, cache_dir)
@@ -157,15 +196,28 @@ def _prepare(
     return checkpoint, config
 
 
-def _find(name: ModelName, revision: str | None, cache_dir: Path | None) -> _Checkpoint:
+def _read_config(model: str, checkpoint: _Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
+    """Return the config of what turned out to be a decoder."""
+    arguments = checkpoint.arguments(trust_remote_code=trust_remote_code)
+    with quiet(), damaged_files(model):
+        config = AutoConfig.from_pretrained(checkpoint.folder, **arguments)
+    _check_decoder(model, config)
+    return config
+
+
+def _find(
+    name: ModelName, revision: str | None, cache_dir: Path | None, *, config_only: bool = False
+) -> _Checkpoint:
     path, file = Path(name.location), name.hub_file
     if name.kind == "gguf":
         path, file = path.parent, path.name
     elif name.kind == "hub":
         path = (
-            hub.fetch_small_files(name.location, revision, cache_dir)
+            hub.fetch_small_files(name.location, revision, cache_dir, config_only=config_only)
             if file is None
-            else hub.fetch_gguf_file(name.location, file, revision, cache_dir)
+            else hub.fetch_gguf_file(
+                name.location, file, revision, cache_dir, only_cached=config_only
+            )
         )
     license_name = None if name.kind == "gguf" else hub.license_of(path)
     if file is not None:

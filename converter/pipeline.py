@@ -25,7 +25,14 @@ from kvconv.converter.options import (
     WeightsReport,
 )
 from kvconv.errors import ExportError
-from kvconv.manifest import ActivationDtype, CacheLayer, Manifest, Quantization, Source
+from kvconv.manifest import (
+    ActivationDtype,
+    CacheLayer,
+    Manifest,
+    Quantization,
+    RunSizes,
+    Source,
+)
 from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
 
 _MOST_QUANTIZED_BYTES = 1.5
@@ -105,6 +112,7 @@ class _Traced:
     reference: object
     weights: WeightsReport | None
     counts: dict[str, int]
+    run_sizes: RunSizes
 
 
 class _Stages:
@@ -147,6 +155,7 @@ def _trace(
         from kvconv.converter.decoder_spec import describe
         from kvconv.converter.interleaved import sort_columns
         from kvconv.converter.load import load_model
+        from kvconv.converter.model_sizes import run_sizes
         from kvconv.converter.packed import pack
         from kvconv.converter.quiet import quiet
         from kvconv.converter.simplify import simplify
@@ -205,7 +214,16 @@ def _trace(
                 float_weights=reference,
             )
             release_memory()
-    return _Traced(spec, loaded.source, max_sequence_length, notices, reference, quantized, counts)
+    return _Traced(
+        spec,
+        loaded.source,
+        max_sequence_length,
+        notices,
+        reference,
+        quantized,
+        counts,
+        run_sizes(loaded.model, dtype=options.dtype, weights=options.weights),
+    )
 
 
 def _max_sequence_length(spec: "DecoderSpec", wanted: int | None) -> tuple[int, tuple[str, ...]]:
@@ -305,6 +323,7 @@ def _finish(
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
         files=bundle.list_files(folder),
+        run_sizes=traced.run_sizes,
         refusals=(*traced.notices, *map(str, report.refusals)),
     )
     manifest.write(folder)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconv.errors import CacheFullError
+from kvconv.plan import DEFAULT_CONVERSATION_TOKENS
 from kvconv.runtime.chat_template import Message
 from kvconv.runtime.generator import GREEDY, Generator
 from kvconv.runtime.row import GenerationEvent
@@ -38,7 +39,8 @@ class Conversation:
     special tokens (channels, tool calls) loses those in its history.
 
     Args:
-        generator: Whose bundle has a chat template.
+        generator: Whose bundle has a chat template. Its max_sequence_length is the most tokens of
+            the conversation; where none was chosen, 8192 or what the model holds.
         messages: What was said before, a system message in front if there is one.
         variables: More names for the template, such as those of `ChatTemplate.thinking`.
 
@@ -62,7 +64,12 @@ class Conversation:
         self._generator = generator
         self._variables = dict(variables or {})
         generator.chat_template  # noqa: B018 - a bundle without one is refused now
-        self._cache = generator.session.new_cache(1, generator.max_sequence_length)
+        capacity = generator.max_sequence_length
+        if not generator.has_chosen_length:
+            capacity = min(capacity, DEFAULT_CONVERSATION_TOKENS)
+        self._cache = generator.session.new_cache(
+            1, capacity, prefill_chunk=generator.prefill_chunk
+        )
         # What is in the cache and more: a token is noted before it is run, so that
         # `_ids[: self._cache.length]` is true whenever a turn is interrupted.
         self._ids: list[int] = []

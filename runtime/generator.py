@@ -66,6 +66,7 @@ class Generator:
         self.tokenizer = tokenizer
         manifest = session.manifest
         self.max_sequence_length = manifest.max_sequence_length
+        self.has_chosen_length = max_sequence_length is not None
         if max_sequence_length is not None:
             check_max_sequence_length(manifest, max_sequence_length)
             self.max_sequence_length = max_sequence_length
@@ -187,7 +188,7 @@ class Generator:
         check_prompts(self.session.manifest.attention, prompts)
         self.chunk_tokens(len(prompts), longest_prompt(prompts))
         capacity = needed_capacity(prompts, params, self.max_sequence_length)
-        self.session.check_cache(len(prompts), capacity)
+        self.session.check_cache(len(prompts), capacity, prefill_chunk=self.prefill_chunk)
 
     def new_cache(self, prompts: Sequence[Sequence[int]], params: RowParams = GREEDY) -> KVCache:
         """Make a cache as large as a generation needs, within max_sequence_length.
@@ -202,7 +203,7 @@ class Generator:
             MemoryError: The machine has less memory than the full cache takes.
         """
         capacity = needed_capacity(prompts, params, self.max_sequence_length)
-        return self.session.new_cache(len(prompts), capacity)
+        return self.session.new_cache(len(prompts), capacity, prefill_chunk=self.prefill_chunk)
 
     def generate(
         self,

@@ -55,6 +55,7 @@ class Session:
         LibraryError: The op library is absent, too old, or refused by ONNX Runtime.
         ProviderError: The provider is not available here.
         BundleError: The model does not load, or is not what the manifest says.
+        NotEnoughMemoryError: The weights are more than is free.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Session:
                     f"'auto'. Export the model without it, or upgrade kvconv.",
                     file=names.MANIFEST_FILE,
                 )
+        plan.check_weights_fit(plan.bundle_sizes(self.manifest), memory.free_memory_bytes())
         providers = execution_providers(bundle, provider)
         options = session_options(threads, spin=spin)
         if profile is not None:
@@ -105,30 +107,40 @@ class Session:
             )
         self._check_names()
 
-    def new_cache(self, batch_size: int, max_sequence_length: int) -> KVCache:
+    def new_cache(
+        self, batch_size: int, max_sequence_length: int, *, prefill_chunk: int | None = None
+    ) -> KVCache:
         """Make an empty cache of the kind that the bundle's attention takes.
 
         Args:
             batch_size: Sequences, >= 1.
             max_sequence_length: Capacity in tokens per sequence, >= 1.
+            prefill_chunk: Most tokens per row in one run; None for the default.
 
         Raises:
             CacheFullError: The model cannot hold so many tokens.
-            MemoryError: The machine has less memory than the full cache takes.
+            NotEnoughMemoryError: The full cache and what a run takes are more than is free.
         """
-        self.check_cache(batch_size, max_sequence_length)
+        self.check_cache(batch_size, max_sequence_length, prefill_chunk=prefill_chunk)
         shared_buffer = FLAVOURS[self.manifest.attention].shared_buffer
         kind = SharedBufferCache if shared_buffer else ConcatCache
         return kind(
             self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
         )
 
-    def check_cache(self, batch_size: int, max_sequence_length: int) -> None:
+    def check_cache(
+        self, batch_size: int, max_sequence_length: int, *, prefill_chunk: int | None = None
+    ) -> None:
         """Refuse a cache that `new_cache` would refuse; allocates nothing.
+
+        Args:
+            batch_size: As for `new_cache`.
+            max_sequence_length: As for `new_cache`.
+            prefill_chunk: As for `new_cache`.
 
         Raises:
             CacheFullError: The model cannot hold so many tokens.
-            MemoryError: The machine has less memory than the full cache takes.
+            NotEnoughMemoryError: The full cache and what a run takes are more than is free.
         """
         if batch_size < 1 or max_sequence_length < 1:
             raise ValueError(
@@ -137,19 +149,13 @@ class Session:
             )
         check_max_sequence_length(self.manifest, max_sequence_length)
         # The system backs buffers only as they fill, and would kill the process half-way.
-        needed = plan.kv_cache_bytes(
-            self.manifest.cache_layers,
+        planned = plan.plan(
+            plan.bundle_sizes(self.manifest),
             batch_size=batch_size,
-            max_sequence_length=max_sequence_length,
+            context=max_sequence_length,
+            prefill_chunk=prefill_chunk,
         )
-        there_is = memory.physical_memory_bytes()
-        if there_is is not None and needed > there_is:
-            raise MemoryError(
-                f"a KV cache of {batch_size} x {max_sequence_length} tokens takes "
-                f"{needed / 1e9:.1f} GB and this machine has {there_is / 1e9:.1f} GB; a smaller "
-                f"batch or fewer tokens take less (--batch-size and --max-sequence-length; of "
-                f"bench --batch and --depths)"
-            )
+        plan.check_run_fits(planned, memory.free_memory_bytes())
 
     def run(
         self,

@@ -70,10 +70,10 @@ class ScriptedSession:
         self.manifest = manifest
         self.run_lengths: list[int] = []
 
-    def new_cache(self, batch_size, max_sequence_length):
+    def new_cache(self, batch_size, max_sequence_length, *, prefill_chunk=None):
         return TokenCache(batch_size, max_sequence_length)
 
-    def check_cache(self, batch_size, max_sequence_length):
+    def check_cache(self, batch_size, max_sequence_length, *, prefill_chunk=None):
         pass
 
     def decode_step(self, cache, attention_mask, logits):

@@ -113,6 +113,20 @@ class CacheFullError(KvconvError):
         self.capacity = capacity
 
 
+class NotEnoughMemoryError(KvconvError, MemoryError):
+    """The weights, or a cache and what a run takes, are more than is free; nothing was allocated.
+
+    Attributes:
+        needed_bytes: Bytes wanted.
+        free_bytes: Bytes there are.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
 class FlavourError(KvconvError):
     """A run has something that the bundle's attention flavour does not take; nothing has run.
 

@@ -19,7 +19,7 @@ from kvconv import __version__
 from kvconv.errors import BundleError, VerificationError
 from kvconv.names import MANIFEST_FILE
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
@@ -30,8 +30,8 @@ AccuracyLevel = Literal[1, 2, 4]
 WeightsDtype = Literal["float32", "float16", "int8", "int4"]
 CacheDtype = Literal["float32", "float16", "bfloat16"]
 CacheMode = Literal["auto", "ring"]
-_LATER_FIELDS = frozenset({"quantization", "exceeded"})
-"""Fields that formats 1 and 2 do not have; their defaults say what is true of those bundles."""
+_LATER_FIELDS = frozenset({"quantization", "exceeded", "run_sizes"})
+"""Fields that older formats do not have; their defaults say what is true of those bundles."""
 FLOAT_WEIGHTS = "float weights"
 """The check of a bundle with quantised weights against PyTorch with those they were made of."""
 _CHECKSUM_KEY = "manifest_sha256"
@@ -76,6 +76,22 @@ class CacheLayer:
     window_size: int | None = None
     cache_mode: CacheMode = "auto"
     capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSizes:
+    """What a run takes of memory beside weights and cache; see `kvconv.plan`.
+
+    Attributes:
+        num_attention_heads: Query heads of a layer.
+        activation_width: Numbers per token that go into the widest linear layer and come out of it,
+            those of all experts that a token is routed to; without the LM head.
+        packed_bytes: What ONNX Runtime keeps beside the weights once the model is loaded.
+    """
+
+    num_attention_heads: int
+    activation_width: int
+    packed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +216,7 @@ class Manifest:
         refusals: Sentences saying what was left alone, and why.
         verification: Result of the last verification.
         quantization: How int8 and int4 weights were made; None for float ones.
+        run_sizes: What a run takes of memory; None where formats before 4 do not say.
         kvconv_version: Version that wrote the bundle.
         format_version: Version of this format.
     """
@@ -225,6 +242,7 @@ class Manifest:
     refusals: tuple[str, ...] = ()
     verification: Verification = field(default_factory=lambda: Verification("skipped"))
     quantization: Quantization | None = None
+    run_sizes: RunSizes | None = None
     kvconv_version: str = __version__
     format_version: int = FORMAT_VERSION
 

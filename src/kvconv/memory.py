@@ -2,7 +2,16 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+_PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Controllers of a hierarchy -> its files that say the limit and what is used, and which part of
+that is file cache that the kernel gives up first."""
 
 
 def physical_memory_bytes() -> int | None:
@@ -11,6 +20,54 @@ def physical_memory_bytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def free_memory_bytes() -> int | None:
+    """Return what can be allocated before the system runs out; None where it does not tell.
+
+    On Linux what the kernel thinks is available, and within the limits of the control groups that
+    this process is in (containers); what only caches files counts as free. Elsewhere all memory of
+    the machine, which is at least as much.
+    """
+    available = _meminfo_bytes("MemAvailable")
+    if available is None:
+        return physical_memory_bytes()
+    return max(0, min([available, *_control_group_bytes()]))
+
+
+def _meminfo_bytes(name: str) -> int | None:
+    try:
+        for line in (_PROC / "meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _control_group_bytes() -> Iterator[int]:
+    """Yield what each control group around this process leaves; cgroup v2, and v1's memory."""
+    try:
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = _CONTROL_GROUPS / controllers
+        limit, usage, cached = _FILES[controllers]
+        # In a container the path may be the host's, which is not there: the root has the limit.
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                try:
+                    statistics = (folder / "memory.stat").read_text().split()
+                    file_cache = int(statistics[statistics.index(cached) + 1])
+                    most = int((folder / limit).read_text())
+                    yield most - int((folder / usage).read_text()) + file_cache
+                except (OSError, ValueError):  # not there; or "max", which is no limit
+                    continue
 
 
 def peak_rss_mb() -> float | None:

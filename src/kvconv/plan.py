@@ -1,31 +1,337 @@
-"""What a run allocates: its length at most, and bytes from a cache spec alone.
+"""What a decoder takes of memory, from its sizes alone and before anything is allocated.
 
-The same figures serve `inspect`, `run --stats` and the runtime before it allocates.
+`kvconv plan`, `inspect`, `run --stats` and the runtime ask the same functions. Keys, values and
+scales are counted to the byte and logits too; the workspace of a run and what the program takes by
+itself are estimates, made of what was measured on the CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from kvconv.manifest import CacheLayer
+from kvconv.errors import NotEnoughMemoryError
+from kvconv.flavour import FLAVOURS
+from kvconv.manifest import AttentionFlavour, CacheDtype, CacheLayer, Manifest, RunSizes
+from kvconv.names import MODEL_FILE, WEIGHTS_FILE
 
 PREFILL_CHUNK_TOKENS = 512
 """Tokens per row in one run of a prefill: bounds the activations, and lets Ctrl-C through."""
 
-BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}
+PlannedCacheDtype = Literal[CacheDtype, "int8", "int4"]
+"""What can be counted; `CacheDtype` is what bundles of this version may hold."""
+
+_WIDTHS_PER_TOKEN = 4
+"""Numbers that a run holds per token, in parts of `RunSizes.activation_width`: 3.2 with float32
+weights and 3.9 with int4 ones (SmolLM2, chunks of 512)."""
+_FLOAT32_BYTES = 4
+_SCORES_COPIES = 2
+"""Score matrices that attention without tiles holds at once: the scores, and their softmax."""
+_PROGRAM_BYTES = 62_000_000
+"""Python, numpy, ONNX Runtime and the op library."""
+_TOKENIZER_BYTES = 1000
+"""Of the tokenizer, per entry of the vocabulary: 600 to 1130 (SmolLM2, Gemma 3)."""
+_MOST = 2**40
+DEFAULT_CONVERSATION_TOKENS = 8192
+"""Capacity of a conversation's cache where nobody chose one and the model holds more."""
 
 
-def kv_cache_bytes(
-    cache_layers: Sequence[CacheLayer], *, batch_size: int, max_sequence_length: int
-) -> int:
-    """Return the bytes of all key and value buffers.
+@dataclass(frozen=True, slots=True)
+class CacheElement:
+    """How a dtype stores the numbers of a key or value head.
+
+    Attributes:
+        bits: Of each number.
+        numbers_per_scale: Numbers of a head that share a float32 scale; 0 for all of the head, None
+            where there are no scales.
+    """
+
+    bits: int
+    numbers_per_scale: int | None = None
+
+    def data_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one head of one token, scales apart."""
+        return -(-head_dim * self.bits // 8)
+
+    def scale_bytes(self, head_dim: int) -> int:
+        """Return the bytes of the scales of one head of one token."""
+        if self.numbers_per_scale is None:
+            return 0
+        return -(-head_dim // (self.numbers_per_scale or head_dim)) * _FLOAT32_BYTES
+
+
+CACHE_ELEMENTS: Mapping[PlannedCacheDtype, CacheElement] = {
+    "float32": CacheElement(32),
+    "float16": CacheElement(16),
+    "bfloat16": CacheElement(16),
+    "int8": CacheElement(8, numbers_per_scale=0),
+    "int4": CacheElement(4, numbers_per_scale=32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """The buffers of all layers of one kind.
+
+    Attributes:
+        num_layers: Layers of this kind.
+        window_size: Tokens that they see; None for all.
+        slots: Tokens per row that they hold: a ring its own capacity, others the context.
+        data_bytes: Of keys and values.
+        scale_bytes: Of their scales.
+    """
+
+    num_layers: int
+    window_size: int | None
+    slots: int
+    data_bytes: int
+    scale_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """What decides how much memory a decoder takes.
+
+    Attributes:
+        cache_layers: One entry per layer.
+        cache_dtype: Of all layers, where it is not what `cache_layers` say: bundles cannot have all
+            that can be planned.
+        attention: Flavour of the attention nodes.
+        dtype_bytes: Of a number of the activations.
+        weight_bytes: Of the weights, each stored once.
+        vocab_size: Width of the logits.
+        run: What a run takes by itself; None where nobody knows (older bundles).
+    """
+
+    cache_layers: tuple[CacheLayer, ...]
+    attention: AttentionFlavour
+    dtype_bytes: int
+    weight_bytes: int
+    vocab_size: int
+    run: RunSizes | None
+    cache_dtype: PlannedCacheDtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The memory of a decoder at one batch size and context, in bytes.
+
+    Attributes:
+        batch_size: Rows.
+        context: Tokens per row, prompt and new.
+        run_tokens: Of the largest run, all rows together.
+        weights: The weights, each stored once.
+        packed: What ONNX Runtime keeps beside them: an embedding that is the LM head too is packed
+            for the product, and stays as it is for looking up tokens.
+        cache: Keys and values, by kind of layer.
+        growth: The longer presents that a cache which grows needs beside its pasts.
+        logits: Float32 logits of one token per row.
+        workspace: Activations of a run, and scores where attention writes them.
+        program: Python, ONNX Runtime, the tokenizer.
+    """
+
+    batch_size: int
+    context: int
+    run_tokens: int
+    weights: int
+    packed: int
+    cache: tuple[CachePart, ...]
+    growth: int
+    logits: int
+    workspace: int
+    program: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values with their scales: all buffers of the cache."""
+        return sum(part.data_bytes + part.scale_bytes for part in self.cache)
+
+    @property
+    def run_bytes(self) -> int:
+        """What comes on top of a loaded model."""
+        return self.cache_bytes + self.growth + self.logits + self.workspace
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.weights + self.packed + self.program + self.run_bytes
+
+
+def bundle_sizes(manifest: Manifest) -> DecoderSizes:
+    """Return the sizes of a bundle."""
+    weights = (
+        manifest.files[name].size for name in (MODEL_FILE, WEIGHTS_FILE) if name in manifest.files
+    )
+    return DecoderSizes(
+        cache_layers=manifest.cache_layers,
+        attention=manifest.attention,
+        dtype_bytes=CACHE_ELEMENTS[manifest.dtype].bits // 8,
+        weight_bytes=sum(weights),
+        vocab_size=manifest.vocab_size,
+        run=manifest.run_sizes,
+    )
+
+
+def plan(
+    sizes: DecoderSizes, *, batch_size: int, context: int, prefill_chunk: int | None = None
+) -> Plan:
+    """Count what a decoder takes.
+
+    Args:
+        sizes: The decoder.
+        batch_size: Rows, >= 1.
+        context: Tokens per row, prompt and new, >= 1.
+        prefill_chunk: Tokens of a prompt that run at once; None for what the runtime does.
+    """
+    cache = cache_parts(
+        sizes.cache_layers,
+        batch_size=batch_size,
+        max_sequence_length=context,
+        dtype=sizes.cache_dtype,
+    )
+    flavour = FLAVOURS[sizes.attention]
+    takes_chunks = batch_size == 1 or flavour.batched_chunks
+    chunk = min(prefill_chunk or (PREFILL_CHUNK_TOKENS if takes_chunks else context), context)
+    run = sizes.run
+    return Plan(
+        batch_size=batch_size,
+        context=context,
+        run_tokens=batch_size * chunk,
+        weights=sizes.weight_bytes,
+        packed=run.packed_bytes if run else 0,
+        cache=cache,
+        growth=0 if flavour.shared_buffer else sum(part.data_bytes for part in cache),
+        logits=batch_size * sizes.vocab_size * _FLOAT32_BYTES,
+        workspace=_workspace_bytes(sizes, batch_size * chunk, context),
+        program=_PROGRAM_BYTES + _TOKENIZER_BYTES * sizes.vocab_size,
+    )
+
+
+def _workspace_bytes(sizes: DecoderSizes, tokens: int, context: int) -> int:
+    if sizes.run is None:
+        return 0
+    activations = tokens * sizes.run.activation_width * _WIDTHS_PER_TOKEN * sizes.dtype_bytes
+    if sizes.attention == "flash":
+        return activations
+    return activations + _SCORES_COPIES * score_bytes(sizes.run, tokens, context)
+
+
+def score_bytes(run: RunSizes, tokens: int, context: int) -> int:
+    """Return the bytes of the float32 scores of one layer, which Flash Attention never writes.
+
+    Args:
+        run: Of the decoder.
+        tokens: Of one run, all rows together.
+        context: Tokens that each of them sees.
+    """
+    return run.num_attention_heads * tokens * context * _FLOAT32_BYTES
+
+
+def cache_parts(
+    cache_layers: Sequence[CacheLayer],
+    *,
+    batch_size: int,
+    max_sequence_length: int,
+    dtype: PlannedCacheDtype | None = None,
+) -> tuple[CachePart, ...]:
+    """Return the buffers of a cache by kind of layer: those that see all tokens, and by window.
 
     Args:
         cache_layers: One entry per layer.
         batch_size: Sequences held at once.
-        max_sequence_length: Capacity in tokens; a ring layer holds at most its own capacity.
+        max_sequence_length: Capacity in tokens; a ring layer holds its own.
+        dtype: Instead of what the layers say.
     """
-    total = 0
+    parts: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
     for layer in cache_layers:
-        tokens = max_sequence_length if layer.capacity is None else layer.capacity
-        width = layer.num_key_value_heads * (layer.key_head_dim + layer.value_head_dim)
-        total += batch_size * tokens * width * BYTES_PER_ELEMENT[layer.dtype]
-    return total
+        slots = max_sequence_length if layer.capacity is None else layer.capacity
+        element = CACHE_ELEMENTS[dtype or layer.dtype]
+        heads = batch_size * slots * layer.num_key_value_heads
+        widths = (layer.key_head_dim, layer.value_head_dim)
+        parts.setdefault((layer.window_size, slots), []).append(
+            (
+                heads * sum(map(element.data_bytes, widths)),
+                heads * sum(map(element.scale_bytes, widths)),
+            )
+        )
+    return tuple(
+        CachePart(
+            len(found), window_size, slots, *(sum(column) for column in zip(*found, strict=True))
+        )
+        for (window_size, slots), found in parts.items()
+    )
+
+
+def kv_cache_bytes(
+    cache_layers: Sequence[CacheLayer],
+    *,
+    batch_size: int,
+    max_sequence_length: int,
+    dtype: PlannedCacheDtype | None = None,
+) -> int:
+    """Return the bytes of all buffers of a cache, scales included; arguments as `cache_parts`."""
+    parts = cache_parts(
+        cache_layers, batch_size=batch_size, max_sequence_length=max_sequence_length, dtype=dtype
+    )
+    return sum(part.data_bytes + part.scale_bytes for part in parts)
+
+
+def largest(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """Return the largest number from 1 on that fits; 0 if 1 does not.
+
+    Args:
+        fits: True up to some number and False beyond.
+        limit: Look no further.
+    """
+    limit = _MOST if limit is None else limit
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def check_run_fits(planned: Plan, free_bytes: int | None) -> None:
+    """Refuse a run that would not fit beside the loaded model.
+
+    Args:
+        planned: The run.
+        free_bytes: What the machine has; None where it does not tell, and nothing is refused.
+
+    Raises:
+        NotEnoughMemoryError: The cache and what a run takes are more than is free.
+    """
+    if free_bytes is None or planned.run_bytes <= free_bytes:
+        return
+    raise NotEnoughMemoryError(
+        f"A KV cache of {planned.batch_size} x {planned.context} tokens takes "
+        f"{planned.cache_bytes:,} bytes, and a run {planned.run_bytes - planned.cache_bytes:,} "
+        f"more; "
+        f"{free_bytes:,} are free. A smaller batch or fewer tokens take less (--batch-size and "
+        f"--max-sequence-length; of bench --batch and --depths); `kvconv plan` says what fits.",
+        needed_bytes=planned.run_bytes,
+        free_bytes=free_bytes,
+    )
+
+
+def check_weights_fit(sizes: DecoderSizes, free_bytes: int | None) -> None:
+    """Refuse to load weights that memory cannot hold.
+
+    Args:
+        sizes: The decoder.
+        free_bytes: What the machine has; None where it does not tell, and nothing is refused.
+
+    Raises:
+        NotEnoughMemoryError: The weights are more than is free.
+    """
+    needed = sizes.weight_bytes + (sizes.run.packed_bytes if sizes.run else 0)
+    if free_bytes is None or needed <= free_bytes:
+        return
+    raise NotEnoughMemoryError(
+        f"The weights take {needed:,} bytes and {free_bytes:,} are free. Close other programs, "
+        f"export with --weights int4, or choose a smaller model.",
+        needed_bytes=needed,
+        free_bytes=free_bytes,
+    )

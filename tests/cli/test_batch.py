@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvconv.cli import main
 from kvconv.errors import KvconvError
+from kvconv.manifest import read_manifest
 from kvconv.runtime import Generator, Session
-from tiny_bundle import MAX_SEQUENCE_LENGTH, letter_decoder, write_bundle
+from tiny_bundle import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, letter_decoder, write_bundle
 
 MAIN = [sys.executable, "-c", "from kvconv.cli import main; main()", "run"]
 FOX = "The quick brown fox jumps over the lazy dog"
@@ -181,8 +183,11 @@ def test_missing_file_is_one_line(bundle, tmp_path):
 
 
 def test_batch_that_the_machine_cannot_hold_is_refused_before_anything_runs(bundle, monkeypatch):
-    layer_bytes = 2 * 8 * 4
-    monkeypatch.setattr("kvconv.memory.physical_memory_bytes", lambda: 3 * 20 * layer_bytes)
+    layer_bytes, logits_bytes = 2 * 8 * 4, VOCAB_SIZE * 4
+    growth = 1 if read_manifest(Path(bundle)).attention == "flash" else 2
+    free = 5 * (12 * layer_bytes * growth + logits_bytes)
+    monkeypatch.setattr("kvconv.plan.check_weights_fit", lambda sizes, free_bytes: None)
+    monkeypatch.setattr("kvconv.memory.free_memory_bytes", lambda: free)
     options = ["--prompts", "-", "--max-new-tokens", "10"]
     result = run(bundle, *options, input="\n".join("abcdefghij"))
     assert (result.exit_code, result.stdout) == (1, "")

@@ -269,3 +269,18 @@ def test_logits_of_a_real_bundle_equal_a_fresh_prefill(tmp_path, attention, temp
         last = seen[-1][0, -1]
         expected = run(generator.session.new_cache(1, 64), np.array([[*prompt, *ids[:-1]]]))
         np.testing.assert_allclose(last, expected[0, -1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_holds", "chosen", "capacity"),
+    [(131072, None, 8192), (4096, None, 4096), (131072, 100_000, 100_000)],
+    ids=["long model", "short model", "chosen"],
+)
+def test_conversation_with_a_long_model_takes_no_cache_of_that_length_unless_asked(
+    model_holds, chosen, capacity
+):
+    generator = scripted()
+    generator.max_sequence_length = chosen or model_holds
+    generator.has_chosen_length = chosen is not None
+    conversation = Conversation(generator)
+    assert conversation._cache.capacity == capacity

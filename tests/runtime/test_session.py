@@ -17,6 +17,7 @@ from kvconv.errors import (
     CacheFullError,
     KvconvError,
     LibraryError,
+    NotEnoughMemoryError,
     ProviderError,
 )
 from kvconv.manifest import Quantization, read_manifest
@@ -196,15 +197,25 @@ def test_capacity_beyond_the_model_is_refused(session):
     assert caught.value.capacity == MAX_SEQUENCE_LENGTH
 
 
-def test_cache_larger_than_the_memory_is_refused_with_both_figures(session, monkeypatch):
-    needed = plan.kv_cache_bytes(
-        session.manifest.cache_layers, batch_size=2, max_sequence_length=32
-    )
-    monkeypatch.setattr(memory, "physical_memory_bytes", lambda: needed)
+def test_cache_larger_than_the_free_memory_is_refused_with_both_figures(session, monkeypatch):
+    planned = plan.plan(plan.bundle_sizes(session.manifest), batch_size=2, context=32)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: planned.run_bytes)
     session.new_cache(2, 32)
-    monkeypatch.setattr(memory, "physical_memory_bytes", lambda: needed - 1)
-    with pytest.raises(MemoryError, match="--max-sequence-length"):
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: planned.run_bytes - 1)
+    with pytest.raises(NotEnoughMemoryError, match="--max-sequence-length") as caught:
         session.new_cache(2, 32)
+    assert caught.value.needed_bytes == planned.run_bytes
+    assert caught.value.free_bytes == planned.run_bytes - 1
+
+
+def test_weights_larger_than_the_free_memory_are_refused_before_they_are_loaded(
+    session, monkeypatch
+):
+    weights = plan.bundle_sizes(session.manifest).weight_bytes
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: weights - 1)
+    with pytest.raises(NotEnoughMemoryError, match="--weights int4") as caught:
+        Session(session.bundle)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (weights, weights - 1)
 
 
 @pytest.mark.parametrize("arguments", [(0, 8), (1, 0), (-1, 8)], ids=str)

@@ -14,6 +14,7 @@ COMMANDS = {
     "export": "Convert a Hugging Face decoder into a bundle.",
     "run": "Generate text from a bundle or a model.",
     "verify": "Compare a bundle's logits with PyTorch's.",
+    "plan": "Count the memory that a model or a bundle takes, and what fits.",
     "bench": "Measure speed and memory, alone or against another bundle.",
     "inspect": "Show what a bundle holds; --check hashes every file.",
     "doctor": "Show versions, providers and what is missing.",

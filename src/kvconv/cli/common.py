@@ -162,7 +162,7 @@ def _remember_debug(ctx: click.Context, _parameter: click.Parameter, value: bool
 
 def one_line(error: Exception) -> str:
     """Return what an error for a person says, as one line."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) and not isinstance(error, KvconvError):
         return f"Not enough memory: {error}. Close other programs or choose a smaller model."
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""

@@ -1,0 +1,187 @@
+"""What `kvconv plan` advises: one sentence each, with the figures that are its reason."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import get_args
+
+from kvconv.manifest import CacheDtype
+from kvconv.plan import (
+    DecoderSizes,
+    Plan,
+    PlannedCacheDtype,
+    kv_cache_bytes,
+    score_bytes,
+)
+
+_DOMINANT = 0.5
+"""Part of the total from which the cache is what to save on."""
+_WORTH_SAYING = 0.1
+_PAGED_BATCH = 4
+_LATER = "this version does not have that"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model or a bundle that is planned.
+
+    Attributes:
+        name: Of the model.
+        architecture: Class name.
+        max_sequence_length: Most tokens that it holds; None if its config is silent.
+        weights_dtype: Of linear weights.
+        cache_dtype: Of keys and values.
+        dtype: Of activations.
+        sizes: What decides the memory.
+    """
+
+    name: str
+    architecture: str
+    max_sequence_length: int | None
+    weights_dtype: str
+    cache_dtype: PlannedCacheDtype
+    dtype: str
+    sizes: DecoderSizes
+
+    def cannot_run(self) -> list[str]:
+        """Return why this version cannot run what is planned; nothing if it can."""
+        if self.cache_dtype == self.dtype:
+            return []
+        what = (
+            f"caches of {', '.join(get_args(CacheDtype))} exist"
+            if self.cache_dtype not in get_args(CacheDtype)
+            else "exports cache what --dtype says"
+        )
+        return [
+            f"a {self.cache_dtype} cache with {self.dtype} activations is counted, but not "
+            f"exported by this version ({what})"
+        ]
+
+
+def advice(subject: Subject, planned: Plan, memory_bytes: int | None) -> list[str]:
+    """Return what would help, the most pressing first.
+
+    Args:
+        subject: What is planned.
+        planned: Its memory.
+        memory_bytes: What it should fit into; None if nobody knows.
+    """
+    sentences = []
+    does_not_fit = memory_bytes is not None and planned.total > memory_bytes
+    fixed = planned.weights + planned.packed + planned.program
+    if does_not_fit and memory_bytes is not None and fixed > memory_bytes:
+        remedy = (
+            "take --weights int4, which has 4 to 8 bits a weight"
+            if subject.weights_dtype.startswith("float")
+            else "take a smaller model"
+        )
+        sentences.append(
+            f"{remedy}: weights and program alone are {_size(fixed)}, whatever batch and context"
+        )
+    share = planned.cache_bytes / planned.total
+    if share >= _DOMINANT:
+        sentences.append(
+            f"save on the cache: it is {share:.0%} of the total, and grows with batch and context"
+        )
+    if share >= _WORTH_SAYING or does_not_fit:
+        sentences += _cache_advice(subject, planned)
+    sentences += _flash_advice(subject, planned)
+    if planned.batch_size >= _PAGED_BATCH and share >= _WORTH_SAYING:
+        sentences.append(
+            f"serve from pages if rows differ in length: each row holds {planned.context} slots "
+            f"from the start, and rows that are half full leave "
+            f"{_size(planned.cache_bytes // 2)} idle; {_LATER}"
+        )
+    return sentences
+
+
+def _cache_advice(subject: Subject, planned: Plan) -> list[str]:
+    """Return what a smaller cache would save: smaller elements, rings, fewer heads."""
+    now, sentences = planned.cache_bytes, []
+    smaller: list[PlannedCacheDtype] = ["float16", "int8", "int4"]
+    sizes = {dtype: _cache_bytes(subject.sizes, planned, dtype) for dtype in smaller}
+    listed = ", ".join(f"{dtype} {_size(size)}" for dtype, size in sizes.items() if size < now)
+    if listed:
+        runs = (
+            "--dtype float16 has the first; the others this version does not have"
+            if subject.cache_dtype == "float32"
+            else _LATER
+        )
+        sentences.append(f"smaller elements: {_size(now)} of cache would be {listed}; {runs}")
+    rings = tuple(
+        dataclasses.replace(
+            layer, capacity=min(layer.window_size or planned.context, planned.context)
+        )
+        for layer in subject.sizes.cache_layers
+    )
+    ring_bytes = _cache_bytes(dataclasses.replace(subject.sizes, cache_layers=rings), planned)
+    if ring_bytes < now:
+        windowed = sum(layer.window_size is not None for layer in rings)
+        sentences.append(
+            f"rings: {windowed} of {len(rings)} layers see a window only; with no more slots than "
+            f"that the cache would be {_size(ring_bytes)} instead of {_size(now)}; {_LATER}"
+        )
+    return sentences + _heads_advice(subject, planned)
+
+
+def _heads_advice(subject: Subject, planned: Plan) -> list[str]:
+    """Return what heads have to do with it: MHA, GQA and MQA of the same shape."""
+    run, layers = subject.sizes.run, subject.sizes.cache_layers
+    kv_heads = layers[0].num_key_value_heads
+    if run is None or any(layer.num_key_value_heads != kv_heads for layer in layers):
+        return []
+    # A latent layer has one wide head for all; it is no model with fewer heads.
+    if any(layer.key_head_dim != layer.value_head_dim for layer in layers):
+        return []
+    heads, now = run.num_attention_heads, planned.cache_bytes
+    if kv_heads == heads > 1:
+        group = 8 if heads % 8 == 0 and heads > 8 else heads
+        kind = "GQA" if group < heads else "MQA"
+        return [
+            f"a model with {kind}: all {heads} heads have keys and values of their own; with one "
+            f"for {group} query heads the cache would be {_size(now // group)}"
+        ]
+    if kv_heads > 1:
+        return [
+            f"GQA helps already: {heads} query heads share {kv_heads} of keys and values, or the "
+            f"cache would be {_size(now * heads // kv_heads)}; MQA would make it "
+            f"{_size(now // kv_heads)}"
+        ]
+    return []
+
+
+def _flash_advice(subject: Subject, planned: Plan) -> list[str]:
+    """Return from which context the scores outgrow all else that a run holds."""
+    run = subject.sizes.run
+    if run is None:
+        return []
+    if subject.sizes.attention != "flash":
+        return (
+            [
+                f"export with --attention flash: the {planned.workspace:,} bytes of workspace are "
+                f"mostly scores, which Flash Attention never writes"
+            ]
+            if planned.context > 1024
+            else []
+        )
+    from_context = -(-planned.workspace // score_bytes(run, planned.run_tokens, 1))
+    scores = score_bytes(run, planned.run_tokens, planned.context)
+    if planned.context < from_context:
+        return []
+    return [
+        f"keep --attention flash (the default), which pays from {from_context} tokens on: there "
+        f"the scores that others write outgrow all other workspace; here they would be "
+        f"{_size(scores)}"
+    ]
+
+
+def _cache_bytes(sizes: DecoderSizes, planned: Plan, dtype: PlannedCacheDtype | None = None) -> int:
+    return kv_cache_bytes(
+        sizes.cache_layers,
+        batch_size=planned.batch_size,
+        max_sequence_length=planned.context,
+        dtype=dtype or sizes.cache_dtype,
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

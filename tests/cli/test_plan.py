@@ -1,0 +1,199 @@
+"""kvconv plan: what it prints for models and bundles, what fits, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from kvconv import memory
+from kvconv.cli import main
+from kvconv.cli.plan import MemorySize
+from kvconv.runtime import Bundle, Session
+from tiny_bundle import MAX_SEQUENCE_LENGTH, write_bundle
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llama_70b(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("llama-70b")
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    return str(folder)
+
+
+@pytest.fixture
+def bundle(tmp_path) -> str:
+    return str(write_bundle(tmp_path / "a bundle", attention="flash"))
+
+
+def plan(*arguments):
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def report(*arguments):
+    result = plan(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_llama_70b_is_counted_by_its_config_alone(llama_70b):
+    found = report(llama_70b, "--dtype", "float16", "--memory", "160GB")
+    # Each layer: q and o 2 x 8192 x 8192, k and v 2 x 8192 x 1024, three of 8192 x 28672, two norms
+    # of 8192 = 855,654,400. 80 of them, embedding and head 2 x 128256 x 8192, and a norm.
+    assert found["weights"] == 2 * 70_553_706_496
+    assert found["cache_bytes"] == 1_342_177_280  # worked out in tests/test_plan.py
+    assert found["logits"] == 128_256 * 4
+    assert (found["batch_size"], found["context"]) == (1, 4096)
+    assert (found["num_attention_heads"], found["num_key_value_heads"]) == (64, 8)
+    assert found["fits"] is True
+    assert found["cannot_run"] == []
+
+
+def test_largest_batch_and_context_are_the_last_that_fit(llama_70b):
+    options = ["--dtype", "float16", "--memory", "160GB"]
+    found = report(llama_70b, *options)
+    for option, key in (("--batch", "largest_batch"), ("--context", "largest_context")):
+        most = found[key]
+        assert most > 1
+        assert report(llama_70b, *options, option, most)["fits"] is True
+        assert report(llama_70b, *options, option, most + 1)["fits"] is False
+
+
+def test_what_does_not_fit_says_so_and_what_to_change(llama_70b):
+    result = plan(llama_70b, "--memory", "24GiB")
+    assert result.exit_code == 0
+    assert "25,769,803,776  given: it does not fit" in result.stdout
+    assert "largest batch              none" in result.stdout
+    assert "--weights int4" in result.stdout
+
+
+def test_long_context_advises_on_the_cache_with_figures(llama_70b):
+    options = ["--dtype", "float16", "--context", "131072", "--batch", "8"]
+    text = "\n".join(report(llama_70b, *options)["advice"])
+    # 32 x 8 times the cache of 4096 tokens: 343,597,383,680 bytes
+    assert "71% of the total" in text
+    assert "343.60 GB of cache would be int8 177.17 GB, int4 107.37 GB" in text
+    assert "64 query heads share 8 of keys and values, or the cache would be 2748.78 GB" in text
+    assert "MQA would make it 42.95 GB" in text
+    assert "pays from 1152 tokens on" in text  # 36864 x 4 x 2 bytes / (64 heads x 4 bytes)
+    assert "leave 171.80 GB idle" in text
+
+
+def test_model_without_shared_heads_is_told_what_they_would_save(tmp_path):
+    config = LLAMA_70B | {"num_key_value_heads": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = report(tmp_path, "--dtype", "float16", "--batch", "16")
+    assert any(
+        "one for 8 query heads the cache would be 21.47 GB" in text for text in found["advice"]
+    )
+
+
+def test_cache_dtype_that_cannot_run_yet_is_counted_and_said(llama_70b):
+    found = report(llama_70b, "--dtype", "float16", "--kv-cache-dtype", "int8")
+    assert found["cache_bytes"] == 692_060_160  # 5,242,880 heads of 128 + 4 bytes
+    (sentence,) = found["cannot_run"]
+    assert "int8 cache with float16 activations" in sentence
+    assert "cannot run    a int8" in plan(llama_70b, "--kv-cache-dtype", "int8").stdout
+
+
+def test_bundle_cache_equals_the_buffers_that_the_runtime_allocates(bundle):
+    found = report(bundle, "--batch", "3", "--context", "17")
+    cache = Session(Bundle.open(bundle)).new_cache(3, 17)
+    assert (
+        found["cache_bytes"] == cache.nbytes == sum(part["data_bytes"] for part in found["cache"])
+    )
+
+
+def test_bundle_context_is_what_it_holds_by_default(bundle):
+    assert report(bundle)["context"] == MAX_SEQUENCE_LENGTH
+    result = plan(bundle, "--context", MAX_SEQUENCE_LENGTH + 1)
+    assert result.exit_code == 1
+    assert f"holds at most {MAX_SEQUENCE_LENGTH} tokens" in result.stderr
+
+
+def test_memory_is_what_is_free_by_default(bundle, monkeypatch):
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 10**9)
+    found = report(bundle)
+    assert (found["memory"], found["is_free_memory"], found["fits"]) == (10**9, True, True)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
+    found = report(bundle)
+    assert (found["memory"], found["fits"], found["largest_batch"]) == (None, None, None)
+    assert "does not say what is free" in plan(bundle).stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--dtype", "float16"], ["--weights", "int4"], ["--kv-cache-dtype", "int8"]],
+    ids=" ".join,
+)
+def test_options_of_an_export_are_refused_for_a_bundle(bundle, options):
+    result = plan(bundle, *options)
+    assert result.exit_code == 2
+    assert f"{options[0]} says how a model is exported" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "message"),
+    [
+        (["--context", "0"], 2, "x>=1"),
+        (["--batch", "-1"], 2, "x>=1"),
+        (["--memory", "much"], 2, "is no size"),
+        (["--memory", "0GB"], 2, "no memory at all"),
+        (["--dtype", "bfloat16"], 2, "need CUDA"),
+        (["--context", "131073"], 1, "holds at most 131072 tokens"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_with_its_value(llama_70b, options, exit_code, message):
+    result = plan(llama_70b, *options)
+    assert result.exit_code == exit_code
+    assert message in result.stderr
+
+
+def test_path_that_is_not_there_is_one_line():
+    result = plan("./absent/model")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "There is no file or folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("16GB", 16 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("1.5 g", 15 * 10**8),
+        ("800mb", 8 * 10**8),
+        ("2ki", 2048),
+        ("12345", 12345),
+    ],
+)
+def test_memory_sizes_are_read_with_their_units(text, expected):
+    assert MemorySize().convert(text, None, None) == expected
+
+
+def test_plan_of_a_bundle_imports_nothing_heavy(bundle):
+    code = (
+        "import sys\n"
+        "from kvconv.cli import main\n"
+        f"try: main(['plan', {bundle!r}])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'onnxruntime', 'transformers', 'numpy', 'onnx'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.endswith("[]\n")
