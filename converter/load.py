@@ -27,12 +27,12 @@ from kvconv.converter.checkpoint_files import (
 )
 from kvconv.converter.damage import damaged_files
 from kvconv.converter.gguf_reading import fast_reading, metadata
-from kvconv.converter.memory import release_memory
 from kvconv.converter.model_name import ModelName, parse_model_name
 from kvconv.converter.quiet import quiet
 from kvconv.converter.tokenizer import load_tokenizer
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError
 from kvconv.manifest import Source
+from kvconv.memory import release_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,6 @@ def _sizes(
         cache_layers=layers,
         cache_dtype=cache_dtype,
         attention="flash",
-        dtype_bytes=CACHE_ELEMENTS[dtype].bits // 8,
         weight_bytes=weight_bytes(model, order, dtype=dtype, weights=weights, gguf=loaded.gguf),
         vocab_size=output.logits.shape[-1],
         run=run_sizes(model, dtype=dtype, weights=weights),
@@ -142,13 +141,19 @@ def run_sizes(
     config = model.config.get_text_config(decoder=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
-    packed = embedding.weight.numel() if is_tied and weights is None else 0
+    linears = {id(linear.parameter): linear for linear in linear_sizes(model)}
+    # ONNX Runtime's CPU multiplies float16 as float32 (x86), and lets go of what it packed.
+    packed = sum(linear.parameter.numel() for linear in linears.values()) * 4
+    dropped = sum(
+        linear.parameter.numel() for linear in linears.values() if not (linear.is_head and is_tied)
+    )
+    dropped *= CACHE_ELEMENTS[dtype].bits // 8
     return RunSizes(
         num_attention_heads=config.num_attention_heads,
         activation_width=max(
-            (linear.active * (linear.out_features + linear.in_features))
-            for linear in linear_sizes(model)
+            linear.active * (linear.out_features + linear.in_features)
+            for linear in linears.values()
             if not linear.is_head
         ),
-        packed_bytes=packed * CACHE_ELEMENTS[dtype].bits // 8,
+        packed_bytes=packed - dropped if weights is None else 0,
     )

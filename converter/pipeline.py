@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvconv import names
 from kvconv.converter import bundle
-from kvconv.converter.memory import release_memory
 from kvconv.converter.model_name import parse_model_name
 from kvconv.converter.options import (
     ExportOptions,
@@ -33,7 +32,7 @@ from kvconv.manifest import (
     RunSizes,
     Source,
 )
-from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb
+from kvconv.memory import peak_rss_mb, peak_rss_of_children_mb, release_memory
 
 _MOST_QUANTIZED_BYTES = 1.5
 """Of a weight: 8 bits, and its share of a block's scales, which an embedding may have twice."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import tokenizers
 
 from kvconv.errors import BundleError, PromptError
+from kvconv.memory import release_memory
 from kvconv.names import TOKENIZER_FILE
 from kvconv.runtime.bundle import Bundle
 
@@ -63,6 +64,7 @@ class Tokenizer:
                 f"again.",
                 file=TOKENIZER_FILE,
             ) from error
+        release_memory()  # parsing a large vocabulary took twice what is kept of it
         return cls(backend, bundle.manifest.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -28,7 +28,6 @@ def sizes(layers=LLAMA_70B, **changes):
     given = {
         "cache_layers": layers,
         "attention": "flash",
-        "dtype_bytes": 2,
         "weight_bytes": 1000,
         "vocab_size": 10,
         "run": RunSizes(num_attention_heads=64, activation_width=36864, packed_bytes=0),
@@ -103,11 +102,11 @@ def test_odd_heads_are_rounded_up_to_whole_bytes_and_groups():
 
 def test_total_is_the_sum_of_all_parts():
     planned = plan(sizes(run=RunSizes(64, 36864, packed_bytes=70)), batch_size=2, context=1000)
-    # 2 x 512 tokens x 36864 numbers x 4 x 2 bytes
-    assert planned.workspace == 301_989_888
+    # 2 x 512 tokens x 36864 numbers x 5 x 4 bytes
+    assert planned.workspace == 754_974_720
     assert planned.logits == 2 * 10 * 4
     assert planned.total == (
-        1000 + 70 + planned.cache_bytes + planned.logits + 301_989_888 + planned.program
+        1000 + 70 + planned.cache_bytes + planned.logits + 754_974_720 + planned.program
     )
     assert planned.run_bytes == planned.total - 1000 - 70 - planned.program
 
@@ -127,7 +126,7 @@ def test_flavours_without_tiles_count_scores_and_growing_ones_their_presents():
     assert (flash.growth, standard.growth) == (0, standard.cache_bytes)
     # gqa runs whole prompts where there are several rows: 2 x 64 x (2 x 4096) x 4096 x 4
     gqa = plan(sizes(attention="gqa"), batch_size=2, context=4096)
-    activations = 2 * 4096 * 36864 * 4 * 2
+    activations = 2 * 4096 * 36864 * 5 * 4
     assert gqa.workspace - activations == 17_179_869_184
 
 

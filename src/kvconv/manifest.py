@@ -86,7 +86,8 @@ class RunSizes:
         num_attention_heads: Query heads of a layer.
         activation_width: Numbers per token that go into the widest linear layer and come out of it,
             those of all experts that a token is routed to; without the LM head.
-        packed_bytes: What ONNX Runtime keeps beside the weights once the model is loaded.
+        packed_bytes: What ONNX Runtime keeps beside float weights once the model is loaded. It
+            packs them for its products, in float32, and reads a tied embedding as it is as well.
     """
 
     num_attention_heads: int

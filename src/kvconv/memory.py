@@ -1,5 +1,7 @@
 """Memory of this machine and of this process, as far as the system tells; MB are 10^6 bytes."""
 
+import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -102,6 +104,15 @@ def peak_rss_of_children_mb() -> float | None:
     At least what this process had when it started it; None where unknown.
     """
     return _getrusage_mb("RUSAGE_CHILDREN")
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system: cycles keep weights alive, and glibc keeps pages."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _getrusage_mb(who: str) -> float | None:

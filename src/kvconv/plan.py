@@ -20,16 +20,17 @@ PREFILL_CHUNK_TOKENS = 512
 PlannedCacheDtype = Literal[CacheDtype, "int8", "int4"]
 """What can be counted; `CacheDtype` is what bundles of this version may hold."""
 
-_WIDTHS_PER_TOKEN = 4
-"""Numbers that a run holds per token, in parts of `RunSizes.activation_width`: 3.2 with float32
-weights and 3.9 with int4 ones (SmolLM2, chunks of 512)."""
+_WIDTHS_PER_TOKEN = 5
+"""Numbers that a run holds per token, in parts of `RunSizes.activation_width`: 4.7 in SmolLM2 and
+6.5 in Gemma 3 with int4 weights, 3.2 in SmolLM2 with float32 ones."""
 _FLOAT32_BYTES = 4
 _SCORES_COPIES = 2
 """Score matrices that attention without tiles holds at once: the scores, and their softmax."""
-_PROGRAM_BYTES = 62_000_000
+_PROGRAM_BYTES = 75_000_000
 """Python, numpy, ONNX Runtime and the op library."""
-_TOKENIZER_BYTES = 1000
-"""Of the tokenizer, per entry of the vocabulary: 600 to 1130 (SmolLM2, Gemma 3)."""
+_TOKENIZER_BYTES = 400
+"""Of the tokenizer, per entry of the vocabulary: 270 and 370 (SmolLM2, Gemma 3), and some more
+while it is read."""
 _MOST = 2**40
 DEFAULT_CONVERSATION_TOKENS = 8192
 """Capacity of a conversation's cache where nobody chose one and the model holds more."""
@@ -96,7 +97,6 @@ class DecoderSizes:
         cache_dtype: Of all layers, where it is not what `cache_layers` say: bundles cannot have all
             that can be planned.
         attention: Flavour of the attention nodes.
-        dtype_bytes: Of a number of the activations.
         weight_bytes: Of the weights, each stored once.
         vocab_size: Width of the logits.
         run: What a run takes by itself; None where nobody knows (older bundles).
@@ -104,7 +104,6 @@ class DecoderSizes:
 
     cache_layers: tuple[CacheLayer, ...]
     attention: AttentionFlavour
-    dtype_bytes: int
     weight_bytes: int
     vocab_size: int
     run: RunSizes | None
@@ -120,8 +119,7 @@ class Plan:
         context: Tokens per row, prompt and new.
         run_tokens: Of the largest run, all rows together.
         weights: The weights, each stored once.
-        packed: What ONNX Runtime keeps beside them: an embedding that is the LM head too is packed
-            for the product, and stays as it is for looking up tokens.
+        packed: What ONNX Runtime keeps beside them once they are loaded; see `RunSizes`.
         cache: Keys and values, by kind of layer.
         growth: The longer presents that a cache which grows needs beside its pasts.
         logits: Float32 logits of one token per row.
@@ -164,7 +162,6 @@ def bundle_sizes(manifest: Manifest) -> DecoderSizes:
     return DecoderSizes(
         cache_layers=manifest.cache_layers,
         attention=manifest.attention,
-        dtype_bytes=CACHE_ELEMENTS[manifest.dtype].bits // 8,
         weight_bytes=sum(weights),
         vocab_size=manifest.vocab_size,
         run=manifest.run_sizes,
@@ -209,7 +206,8 @@ def plan(
 def _workspace_bytes(sizes: DecoderSizes, tokens: int, context: int) -> int:
     if sizes.run is None:
         return 0
-    activations = tokens * sizes.run.activation_width * _WIDTHS_PER_TOKEN * sizes.dtype_bytes
+    # float16 activations too: the CPU multiplies in float32.
+    activations = tokens * sizes.run.activation_width * _WIDTHS_PER_TOKEN * _FLOAT32_BYTES
     if sizes.attention == "flash":
         return activations
     return activations + _SCORES_COPIES * score_bytes(sizes.run, tokens, context)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from hub_server import TOKEN, HubServer, commit_of
 from kvconv.cli import main
 from kvconv.converter.load import load_model
+from kvconv.converter.model_sizes import read_sizes
 from kvconv.errors import ExportError, ModelNotFoundError, UnsupportedModelError
 from kvconv.manifest import Source, read_manifest
 from tiny_gguf import write_tiny_gguf
@@ -107,6 +108,21 @@ def test_sharded_weights_are_fetched_by_their_index(hub, load, sharded, files):
     assert hub.downloaded() == set(sharded)
     for name, weight in safetensors.torch.load(files[WEIGHTS]).items():
         assert loaded[name].equal(weight), name
+
+
+def test_plan_fetches_the_config_and_nothing_else(hub, tmp_path, files):
+    hub.add(MODEL, files | {"other.json": b"{}"})
+    options = {"dtype": "float32", "weights": None, "cache_dtype": "float32"}
+    assert read_sizes(MODEL, cache_dir=tmp_path, **options).name == MODEL
+    assert hub.downloaded() == {"config.json"}
+
+
+def test_plan_of_a_gguf_file_on_the_hub_does_not_fetch_it(hub, tmp_path):
+    hub.add(MODEL, {"README.md": CARD, "tiny.gguf": b"0"})
+    options = {"dtype": "float32", "weights": None, "cache_dtype": "float32"}
+    with pytest.raises(ModelNotFoundError, match="not on this machine.*hf download"):
+        read_sizes(f"{MODEL}/tiny.gguf", cache_dir=tmp_path, **options)
+    assert "tiny.gguf" not in hub.downloaded()
 
 
 @pytest.mark.parametrize("kind", ["branch", "tag", "commit"])

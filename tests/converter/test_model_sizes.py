@@ -48,8 +48,10 @@ def test_sizes_from_the_config_equal_those_of_the_model(kind, tmp_path):
 
 def test_run_sizes_of_a_llama_equal_those_worked_out_by_hand():
     model = tiny_model("llama", tie_word_embeddings=True)
-    # The widest layers go from 32 to 48 numbers or back; the embedding is 259 x 32 float16 numbers.
-    assert run_sizes(model, dtype="float16", weights=None) == RunSizes(4, 80, 259 * 32 * 2)
+    # The widest layers go from 32 to 48 numbers or back. The embedding has 259 x 32 = 8288.
+    assert run_sizes(model, dtype="float32", weights=None) == RunSizes(4, 80, 8288 * 4)
+    # Other layers have 2 x (32 x 32 x 3 + 3 x 32 x 48) = 15,360, which become float32.
+    assert run_sizes(model, dtype="float16", weights=None) == RunSizes(4, 80, 8288 * 4 + 30_720)
     assert run_sizes(model, dtype="float16", weights="int4") == RunSizes(4, 80, 0)
 
 

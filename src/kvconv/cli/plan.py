@@ -229,7 +229,7 @@ def _show(report: dict[str, Any]) -> None:
     )
     _row("weights", report["weights"])
     if report["packed"]:
-        _row("packed", report["packed"], "a tied embedding, which the LM head has packed")
+        _row("packed", report["packed"], "float weights as ONNX Runtime multiplies with them")
     for part in report["cache"]:
         window = part["window_size"]
         kind = "that see all tokens" if window is None else f"with a window of {window}"

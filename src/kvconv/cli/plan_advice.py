@@ -65,17 +65,20 @@ def advice(subject: Subject, planned: Plan, memory_bytes: int | None) -> list[st
         planned: Its memory.
         memory_bytes: What it should fit into; None if nobody knows.
     """
-    sentences = []
+    sentences: list[str] = []
     does_not_fit = memory_bytes is not None and planned.total > memory_bytes
-    fixed = planned.weights + planned.packed + planned.program
-    if does_not_fit and memory_bytes is not None and fixed > memory_bytes:
-        remedy = (
-            "take --weights int4, which has 4 to 8 bits a weight"
-            if subject.weights_dtype.startswith("float")
-            else "take a smaller model"
-        )
+    loaded = planned.weights + planned.packed
+    is_float = subject.weights_dtype.startswith("float")
+    is_too_much = memory_bytes is not None and loaded + planned.program > memory_bytes
+    if is_float and (is_too_much or loaded >= _DOMINANT * planned.total):
         sentences.append(
-            f"{remedy}: weights and program alone are {_size(fixed)}, whatever batch and context"
+            f"take --weights int4, which has 4 to 8 bits a weight: float weights are "
+            f"{loaded / planned.total:.0%} of the total"
+        )
+    elif is_too_much:
+        sentences.append(
+            f"take a smaller model: weights and program alone are "
+            f"{_size(loaded + planned.program)}, whatever batch and context"
         )
     share = planned.cache_bytes / planned.total
     if share >= _DOMINANT:
