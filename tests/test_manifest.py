@@ -14,6 +14,7 @@ from kvconv.manifest import (
     FileEntry,
     Manifest,
     Quantization,
+    RunSizes,
     Source,
     Verification,
     check_files,
@@ -69,11 +70,18 @@ def test_round_trip_keeps_how_weights_are_quantised(bundle):
     assert read_manifest(folder) == manifest
 
 
+def test_round_trip_keeps_what_a_run_takes(bundle):
+    folder, manifest = bundle
+    manifest = dataclasses.replace(manifest, run_sizes=RunSizes(4, 80, 100))
+    manifest.write(folder)
+    assert read_manifest(folder) == manifest
+
+
 def test_a_bundle_from_before_quantised_weights_opens(bundle):
     folder, manifest = bundle
     path = folder / MANIFEST_FILE
     document = json.loads(path.read_text())
-    del document["quantization"]
+    del document["quantization"], document["run_sizes"]
     document |= {"format_version": 1, "manifest_sha256": "0" * 64}
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     checksum = hashlib.sha256(text.encode()).hexdigest()

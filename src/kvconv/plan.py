@@ -24,7 +24,7 @@ _WIDTHS_PER_TOKEN = 5
 """Numbers that a run holds per token, in parts of `RunSizes.activation_width`: 4.7 in SmolLM2 and
 6.5 in Gemma 3 with int4 weights, 3.2 in SmolLM2 with float32 ones."""
 _FLOAT32_BYTES = 4
-_SCORES_COPIES = 2
+SCORES_COPIES = 2
 """Score matrices that attention without tiles holds at once: the scores, and their softmax."""
 _PROGRAM_BYTES = 75_000_000
 """Python, numpy, ONNX Runtime and the op library."""
@@ -210,7 +210,7 @@ def _workspace_bytes(sizes: DecoderSizes, tokens: int, context: int) -> int:
     activations = tokens * sizes.run.activation_width * _WIDTHS_PER_TOKEN * _FLOAT32_BYTES
     if sizes.attention == "flash":
         return activations
-    return activations + _SCORES_COPIES * score_bytes(sizes.run, tokens, context)
+    return activations + SCORES_COPIES * score_bytes(sizes.run, tokens, context)
 
 
 def score_bytes(run: RunSizes, tokens: int, context: int) -> int:

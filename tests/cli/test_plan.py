@@ -1,5 +1,6 @@
 """kvconv plan: what it prints for models and bundles, what fits, and what it refuses."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from kvconv import memory
 from kvconv.cli import main
 from kvconv.cli.plan import MemorySize
+from kvconv.manifest import RunSizes, read_manifest
 from kvconv.runtime import Bundle, Session
 from tiny_bundle import MAX_SEQUENCE_LENGTH, write_bundle
 
@@ -31,6 +33,14 @@ LLAMA_70B = {
 def llama_70b(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("llama-70b")
     (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory) -> str:
+    """Give a model of the same shape but for its 2 layers, which is counted sooner."""
+    folder = tmp_path_factory.mktemp("two-layers")
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B | {"num_hidden_layers": 2}))
     return str(folder)
 
 
@@ -62,20 +72,20 @@ def test_llama_70b_is_counted_by_its_config_alone(llama_70b):
     assert found["cannot_run"] == []
 
 
-def test_largest_batch_and_context_are_the_last_that_fit(llama_70b):
-    options = ["--dtype", "float16", "--memory", "320GB"]
-    found = report(llama_70b, *options)
+def test_largest_batch_and_context_are_the_last_that_fit(two_layers):
+    options = ["--dtype", "float16", "--weights", "int4", "--memory", "4.5GB"]
+    found = report(two_layers, *options)
     for option, key in (("--batch", "largest_batch"), ("--context", "largest_context")):
         most = found[key]
         assert most > 1
-        assert report(llama_70b, *options, option, most)["fits"] is True
-        assert report(llama_70b, *options, option, most + 1)["fits"] is False
+        assert report(two_layers, *options, option, most)["fits"] is True
+        assert report(two_layers, *options, option, most + 1)["fits"] is False
 
 
-def test_what_does_not_fit_says_so_and_what_to_change(llama_70b):
-    result = plan(llama_70b, "--memory", "24GiB")
+def test_what_does_not_fit_says_so_and_what_to_change(two_layers):
+    result = plan(two_layers, "--memory", "4GiB")
     assert result.exit_code == 0
-    assert "25,769,803,776  given: it does not fit" in result.stdout
+    assert " 4,294,967,296  given: it does not fit" in result.stdout
     assert "largest batch              none" in result.stdout
     assert "--weights int4" in result.stdout
 
@@ -93,20 +103,21 @@ def test_long_context_advises_on_the_cache_with_figures(llama_70b):
 
 
 def test_model_without_shared_heads_is_told_what_they_would_save(tmp_path):
-    config = LLAMA_70B | {"num_key_value_heads": 64}
+    config = LLAMA_70B | {"num_hidden_layers": 2, "num_key_value_heads": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    # 2 x 16 rows x 2 layers x 4096 tokens x 64 heads x 128 x 2 bytes = 4,294,967,296, an eighth
     found = report(tmp_path, "--dtype", "float16", "--batch", "16")
     assert any(
-        "one for 8 query heads the cache would be 21.47 GB" in text for text in found["advice"]
+        "one for 8 query heads the cache would be 536.9 MB" in text for text in found["advice"]
     )
 
 
-def test_cache_dtype_that_cannot_run_yet_is_counted_and_said(llama_70b):
-    found = report(llama_70b, "--dtype", "float16", "--kv-cache-dtype", "int8")
-    assert found["cache_bytes"] == 692_060_160  # 5,242,880 heads of 128 + 4 bytes
+def test_cache_dtype_that_cannot_run_yet_is_counted_and_said(two_layers):
+    found = report(two_layers, "--dtype", "float16", "--kv-cache-dtype", "int8")
+    assert found["cache_bytes"] == 17_301_504  # 2 x 2 x 4096 x 8 heads of 128 + 4 bytes
     (sentence,) = found["cannot_run"]
     assert "int8 cache with float16 activations" in sentence
-    assert "cannot run    a int8" in plan(llama_70b, "--kv-cache-dtype", "int8").stdout
+    assert "cannot run    a int8" in plan(two_layers, "--kv-cache-dtype", "int8").stdout
 
 
 def test_bundle_cache_equals_the_buffers_that_the_runtime_allocates(bundle):
@@ -122,6 +133,22 @@ def test_bundle_context_is_what_it_holds_by_default(bundle):
     result = plan(bundle, "--context", MAX_SEQUENCE_LENGTH + 1)
     assert result.exit_code == 1
     assert f"holds at most {MAX_SEQUENCE_LENGTH} tokens" in result.stderr
+
+
+def test_bundle_that_does_not_say_what_a_run_takes_says_so(bundle):
+    assert "0  not known: export again" in plan(bundle).stdout
+
+
+def test_bundle_whose_attention_writes_scores_is_told_what_flash_saves(tmp_path):
+    folder = write_bundle(tmp_path / "bundle", attention="standard")
+    manifest = read_manifest(folder)
+    # Scores of 64 heads x 64 x 64 x 4 bytes, twice; activations of 64 x 2 x 5 x 4.
+    sizes = RunSizes(num_attention_heads=64, activation_width=2, packed_bytes=0)
+    dataclasses.replace(manifest, run_sizes=sizes).write(folder)
+    found = report(folder, "--context", 64)
+    assert found["workspace"] == 2 * 1_048_576 + 2560
+    assert found["growth"] == found["cache_bytes"]
+    assert any("--attention flash: scores of 1.0 MB" in text for text in found["advice"])
 
 
 def test_memory_is_what_is_free_by_default(bundle, monkeypatch):
@@ -157,8 +184,8 @@ def test_options_of_an_export_are_refused_for_a_bundle(bundle, options):
     ],
     ids=str,
 )
-def test_bad_input_is_refused_with_its_value(llama_70b, options, exit_code, message):
-    result = plan(llama_70b, *options)
+def test_bad_input_is_refused_with_its_value(two_layers, options, exit_code, message):
+    result = plan(two_layers, *options)
     assert result.exit_code == exit_code
     assert message in result.stderr
 

@@ -8,7 +8,8 @@ import pytest
 from kvconv.converter.decoder_spec import CacheShape, describe
 from kvconv.converter.model_sizes import read_sizes, run_sizes
 from kvconv.errors import ModelNotFoundError, UnsupportedModelError
-from kvconv.manifest import RunSizes
+from kvconv.manifest import RunSizes, read_manifest
+from kvconv.plan import bundle_sizes
 from tiny_decoders import LONGROPE, WINDOW, tiny_model
 from tiny_gguf import tiny_gguf_model, write_tiny_gguf
 
@@ -44,6 +45,17 @@ def test_sizes_from_the_config_equal_those_of_the_model(kind, tmp_path):
     assert planned.max_sequence_length == spec.max_position_embeddings
     assert planned.sizes.weight_bytes == 4 * sum(weight.numel() for weight in model.parameters())
     assert planned.sizes.run == run_sizes(model, dtype="float32", weights=None)
+
+
+def test_plan_of_a_model_is_that_of_its_bundle(exported, checkpoint):
+    folder = exported("llama").path
+    of_bundle = bundle_sizes(read_manifest(folder))
+    of_model = read(str(checkpoint("llama"))).sizes
+    assert of_model.cache_layers == of_bundle.cache_layers
+    assert of_model.run == of_bundle.run == RunSizes(4, 80, 0)
+    weights = (folder / "model.onnx.data").stat().st_size
+    # The file has pages between its tensors, and small ones are in the graph.
+    assert of_model.weight_bytes == pytest.approx(weights, abs=4096 * 20)
 
 
 def test_run_sizes_of_a_llama_equal_those_worked_out_by_hand():

@@ -6,6 +6,7 @@ from typing import get_args
 
 from kvconv.manifest import CacheDtype
 from kvconv.plan import (
+    SCORES_COPIES,
     DecoderSizes,
     Plan,
     PlannedCacheDtype,
@@ -157,17 +158,15 @@ def _flash_advice(subject: Subject, planned: Plan) -> list[str]:
     run = subject.sizes.run
     if run is None:
         return []
-    if subject.sizes.attention != "flash":
-        return (
-            [
-                f"export with --attention flash: the {planned.workspace:,} bytes of workspace are "
-                f"mostly scores, which Flash Attention never writes"
-            ]
-            if planned.context > 1024
-            else []
-        )
-    from_context = -(-planned.workspace // score_bytes(run, planned.run_tokens, 1))
     scores = score_bytes(run, planned.run_tokens, planned.context)
+    if subject.sizes.attention != "flash":
+        if SCORES_COPIES * scores < _DOMINANT * planned.workspace:
+            return []
+        return [
+            f"export with --attention flash: scores of {_size(scores)}, and their softmax, are "
+            f"most of the workspace, and Flash Attention never writes them"
+        ]
+    from_context = -(-planned.workspace // score_bytes(run, planned.run_tokens, 1))
     if planned.context < from_context:
         return []
     return [
