@@ -4,7 +4,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "kvconv/attention.h"
 #include "op_support.h"
@@ -58,8 +57,5 @@ AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* 
 // Throws OpError, naming both numbers that disagree.
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
                              DataType activation_type, DataType cache_type);
-
-// The CustomOp table: one entry per provider, activation type and cache type.
-std::vector<const ort::CustomOp*> attention_ops();
 
 }  // namespace kvconv

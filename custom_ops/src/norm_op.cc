@@ -20,11 +20,12 @@
 //   input                     [.., (num_heads + kv_num_heads) * head_dim or wider]
 //   query_weight, key_weight  [head_dim]
 //   output                    like input; what lies behind the key heads is copied
-#include "norm_op.h"
+#include "kvconv/norm.h"
 
 #include <cmath>
 
-#include "kvconv/norm.h"
+#include "op_support.h"
+#include "ops.h"
 
 namespace kvconv {
 namespace {
@@ -41,7 +42,6 @@ template <Norm norm>
 class SkipNorm {
  public:
   static constexpr bool kIsLayer = norm == Norm::kLayer;
-  static constexpr const char* kOp = kIsLayer ? "SkipLayerNormalization" : "SkipRMSNormalization";
   static constexpr const char* kName =
       kIsLayer ? "kvconv::SkipLayerNormalization" : "kvconv::SkipRMSNormalization";
   static constexpr std::size_t kNumInputs = kIsLayer ? 5 : 4;
@@ -106,7 +106,6 @@ class SkipNorm {
 
 class HeadNorm {
  public:
-  static constexpr const char* kOp = "HeadRMSNormalization";
   static constexpr const char* kName = "kvconv::HeadRMSNormalization";
   static constexpr std::size_t kNumInputs = 3;
   static constexpr std::size_t kNumRequired = 3;
@@ -174,31 +173,14 @@ class HeadNorm {
 };
 
 template <typename Node>
-struct NormOp : ort::CustomOp {
-  NormOp(ort::ElementType element_type) : element(element_type) {
-    get_name = [](const ort::CustomOp*) { return Node::kOp; };
-    get_execution_provider_type = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-    get_input_type = [](const ort::CustomOp* op, std::size_t) {
-      return static_cast<const NormOp*>(op)->element;
-    };
-    get_input_type_count = [](const ort::CustomOp*) { return Node::kNumInputs; };
-    get_output_type = get_input_type;
-    get_output_type_count = [](const ort::CustomOp*) { return Node::kNumOutputs; };
-    get_input_characteristic = [](const ort::CustomOp*, std::size_t index) {
-      return index < Node::kNumRequired ? ort::kRequired : ort::kOptional;
-    };
-    get_output_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
-    get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
-    create_kernel_v2 = [](const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
-                          void** node) {
-      return guarded(api, Node::kName,
-                     [&] { *node = new Node(api, info, static_cast<const NormOp*>(op)->element); });
-    };
-    kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
-      const auto* self = static_cast<const Node*>(node);
-      return guarded(self->api, Node::kName, [&] { self->compute(context); });
-    };
-    kernel_destroy = [](void* node) { delete static_cast<Node*>(node); };
+struct NormOp : CpuOp<NormOp<Node>, Node> {
+  NormOp(ort::ElementType element_type) : element(element_type) {}
+
+  ort::ElementType input_type(std::size_t) const { return element; }
+  ort::ElementType output_type(std::size_t) const { return element; }
+  static bool requires_input(std::size_t index) { return index < Node::kNumRequired; }
+  Node make_node(const ort::Api* api, const ort::KernelInfo* info) const {
+    return Node(api, info, element);
   }
 
   ort::ElementType element;

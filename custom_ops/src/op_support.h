@@ -10,6 +10,7 @@
 #include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "kvconv/kernel.h"
@@ -195,6 +196,43 @@ class Pool {
   const ort::Api* api_;
   const ort::KernelContext* context_;
   ort::Status* failure_ = nullptr;
+};
+
+// An entry of an op's table, all but what tells the entries apart.
+//
+// Op, the derived class, has input_type(index), output_type(index), requires_input(index), and
+// make_node(api, info) for a node of a session. A Node has kName ("kvconv::" and the op's name),
+// kNumInputs, kNumOutputs, api, and compute(context) for a run. The last of each throws OpError.
+template <typename Op, typename Node>
+struct CpuOp : ort::CustomOp {
+  CpuOp() {
+    get_name = [](const ort::CustomOp*) { return Node::kName + std::string_view("kvconv::").size(); };
+    get_execution_provider_type = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+    get_input_type = [](const ort::CustomOp* op, std::size_t index) {
+      return static_cast<const Op*>(op)->input_type(index);
+    };
+    get_input_type_count = [](const ort::CustomOp*) -> std::size_t { return Node::kNumInputs; };
+    get_output_type = [](const ort::CustomOp* op, std::size_t index) {
+      return static_cast<const Op*>(op)->output_type(index);
+    };
+    get_output_type_count = [](const ort::CustomOp*) -> std::size_t { return Node::kNumOutputs; };
+    get_input_characteristic = [](const ort::CustomOp*, std::size_t index) {
+      return Op::requires_input(index) ? ort::kRequired : ort::kOptional;
+    };
+    get_output_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
+    get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
+    create_kernel_v2 = [](const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
+                          void** node) {
+      return guarded(api, Node::kName, [&] {
+        *node = new Node(static_cast<const Op*>(op)->make_node(api, info));
+      });
+    };
+    kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
+      const auto* self = static_cast<const Node*>(node);
+      return guarded(self->api, Node::kName, [&] { self->compute(context); });
+    };
+    kernel_destroy = [](void* node) { delete static_cast<Node*>(node); };
+  }
 };
 
 }  // namespace kvconv

@@ -1,4 +1,4 @@
-// The quantised matrix of a node, as the faces of the ops over one share it.
+// What the faces of the ops over a quantised matrix share: their inputs, and how they read it.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,23 @@
 #include "op_support.h"
 
 namespace kvconv {
+
+enum MatMulInput : std::size_t {
+  kMatMulA,
+  kMatMulB,
+  kMatMulScales,
+  kMatMulZeroPoints,
+  kMatMulBias,
+  kNumMatMulInputs,
+};
+
+enum GatherInput : std::size_t {
+  kGatherData,
+  kGatherIndices,
+  kGatherScales,
+  kGatherZeroPoints,
+  kNumGatherInputs,
+};
 
 // The names that an op gives a quantised matrix's inputs in its complaints.
 struct QuantizedInputNames {

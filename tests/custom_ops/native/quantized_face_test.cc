@@ -9,7 +9,7 @@
 #include "check.h"
 #include "fake_ort.h"
 #include "kvconv/quantized.h"
-#include "matmul_op.h"
+#include "quantized_check.h"
 
 namespace kvconv::test {
 namespace {
