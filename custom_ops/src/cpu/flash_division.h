@@ -1,7 +1,7 @@
 // How a run of the flash kernel is divided into tasks, and the memory that each worker gets.
 //
 // The division depends on shapes alone, so a result does not depend on the number of threads.
-// Included by attention_flash.cc only, after a vec_*.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +9,7 @@
 
 #include "kvconv/attention.h"
 #include "tasks.h"
+#include "vec.h"
 
 namespace kvconv {
 namespace {

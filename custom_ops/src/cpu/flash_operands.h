@@ -1,6 +1,6 @@
 // What both ways of attending read beside the cache: queries, mask, bias and sinks.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "flash_division.h"
 #include "flash_tile.h"
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

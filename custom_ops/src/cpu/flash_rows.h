@@ -1,6 +1,6 @@
 // Attention of few rows (decode): each key and value is read once, vectors lie along the heads.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include "flash_operands.h"
 #include "flash_row_tile.h"
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

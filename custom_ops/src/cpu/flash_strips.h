@@ -1,12 +1,13 @@
 // Attention of a block of many rows: strips of rows take turns on each tile of keys.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
 
 #include "flash_operands.h"
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

@@ -12,26 +12,8 @@
 // linker could pick this file's copy, compiled for newer processors, for everybody.
 #include "kvconv/float16.h"
 #include "kvconv/quantized.h"
-
-#if defined(KVCONV_USE_AVX512)
-#include "vec_avx512.h"
-// After the vectors that it computes with.
-#include "int8_avx512.h"
-#elif defined(KVCONV_USE_AVX2)
-#include "vec_avx2.h"
-// After the vectors that it computes with.
-#include "int8_avx2.h"
-#else
-#include "vec_generic.h"
-// After the vectors that it computes with.
-#include "int8_generic.h"
-#endif
-
-#include "vec_math.h"
-// After the vectors that they compute with.
-#include "matmul_weights.h"
-// After the weights.
 #include "matmul_tile.h"
+#include "matmul_weights.h"
 #if defined(KVCONV_USE_AMX)
 #include "matmul_amx.h"
 #endif

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "matmul_weights.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

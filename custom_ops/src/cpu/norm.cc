@@ -5,18 +5,8 @@
 #include "kvconv/norm.h"
 
 #include "kvconv/float16.h"
-
-#if defined(KVCONV_USE_AVX512)
-#include "vec_avx512.h"
-#elif defined(KVCONV_USE_AVX2)
-#include "vec_avx2.h"
-#else
-#include "vec_generic.h"
-#endif
-
-#include "vec_math.h"
-// After the vectors that they compute with.
 #include "tasks.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
