@@ -10,10 +10,9 @@
 //
 // Nothing here may call a shared inline function (no standard containers or algorithms): the
 // linker could pick this file's copy, compiled for newer processors, for everybody.
-#include "kvconv/attention.h"
-
 #include "flash_rows.h"
 #include "flash_strips.h"
+#include "kvconv/attention.h"
 #include "kvconv/float16.h"
 #include "vec_math.h"
 

@@ -78,11 +78,6 @@ void quantize_row(const MatMulParams& p, const Pieces& pieces, std::int64_t row,
   }
 }
 
-template <int number>
-struct Constant {
-  static constexpr int value = number;
-};
-
 // A tile's sums, [rows, 2] vectors.
 template <int rows>
 struct Tile {
