@@ -1,6 +1,7 @@
 // kvconv::FlashAttention towards ONNX Runtime: a run from inputs to outputs, and the table of its
 // types. The checks are in attention_check.cc, the arithmetic in cpu/.
 #include "attention_op.h"
+
 #include "ops.h"
 
 namespace kvconv {
@@ -9,11 +10,11 @@ namespace {
 // A node of a session.
 struct FlashAttentionNode {
   static constexpr const char* kName = "kvconv::FlashAttention";
-  static constexpr std::size_t kNumInputs = kNumAttentionInputs;
+  static constexpr const auto& kInputNames = kAttentionInputNames;
   static constexpr std::size_t kNumOutputs = kNumAttentionOutputs;
 
   const ort::Api* api;
-  InputReader<kNumInputs> reader;
+  InputReader<kNumAttentionInputs> reader;
   AttentionAttributes attributes;
   DataType activation_type;
   DataType cache_type;
@@ -90,7 +91,11 @@ struct FlashAttentionOp : CpuOp<FlashAttentionOp, FlashAttentionNode> {
                   "; this version of the op library takes float32, float16 and bfloat16 caches."),
              ort::kNotImplemented);
     }
-    return {api, {api, info}, read_attributes(api, info), data_type(activation), data_type(cache)};
+    return {api,
+            {api, info, kAttentionInputNames},
+            read_attributes(api, info),
+            data_type(activation),
+            data_type(cache)};
   }
 
   ort::ElementType activation;

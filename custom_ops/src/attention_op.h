@@ -28,6 +28,23 @@ enum AttentionInput : std::size_t {
   kNumAttentionInputs,
 };
 
+inline constexpr std::array<const char*, kNumAttentionInputs> kAttentionInputNames = {
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "attention_mask",
+    "cos",
+    "sin",
+    "attention_bias",
+    "alibi_slopes",
+    "head_sink",
+    "past_key_scale",
+    "past_value_scale",
+    "past_sequence_length",
+};
+
 enum AttentionOutput : std::size_t {
   kOutput,
   kPresentKey,

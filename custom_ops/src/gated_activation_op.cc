@@ -22,7 +22,7 @@ Activation read_activation(const ort::Api* api, const ort::KernelInfo* info) {
 
 struct GatedActivationNode {
   static constexpr const char* kName = "kvconv::GatedActivation";
-  static constexpr std::size_t kNumInputs = 1;
+  static constexpr std::array<const char*, 1> kInputNames = {"input"};
   static constexpr std::size_t kNumOutputs = 1;
 
   const ort::Api* api;
@@ -30,8 +30,8 @@ struct GatedActivationNode {
   DataType type;
 
   void compute(ort::KernelContext* context) const {
-    const Tensor input = read_input(api, context, 0);
-    require_type(input, "input", element_type(type));
+    const Tensor input = read_input(api, context, 0, kInputNames[0]);
+    require_type(input, element_type(type));
     Shape shape = input.shape;
     if (shape.empty() || shape.back() % 2 != 0) {
       refuse(text("input has shape ", shape_text(shape),

@@ -15,24 +15,23 @@
 namespace kvconv {
 namespace {
 
-constexpr QuantizedInputNames kInputNames = {"data", "scales", "zero_points"};
-
 struct GatherNode {
   static constexpr const char* kName = "kvconv::GatherBlockQuantized";
-  static constexpr std::size_t kNumInputs = kNumGatherInputs;
+  static constexpr std::array<const char*, kNumGatherInputs> kInputNames = {
+      "data", "indices", "scales", "zero_points"};
   static constexpr std::size_t kNumOutputs = 1;
 
   const ort::Api* api;
-  InputReader<kNumInputs> inputs;
+  InputReader<kNumGatherInputs> inputs;
   QuantizedMatrix matrix;  // as far as the attributes tell
 
   void compute(ort::KernelContext* context) const {
     QuantizedMatrix weights = matrix;
     const Tensor indices = inputs(context, kGatherIndices);
     if (!indices.exists) refuse("indices is absent; it is required.");
-    require_type(indices, "indices", ort::kInt64);
+    require_type(indices, ort::kInt64);
     read_quantized_inputs(inputs(context, kGatherData), inputs(context, kGatherScales),
-                          inputs(context, kGatherZeroPoints), kInputNames, &weights);
+                          inputs(context, kGatherZeroPoints), &weights);
     Shape shape = indices.shape;
     std::int64_t count = 1;
     for (const std::int64_t dim : shape) count *= dim;
@@ -46,7 +45,7 @@ struct GatherNode {
       if (row < 0) row += weights.rows;
     }
 
-    shape.push_back(weights.columns);
+    shape.push_back(weights.columns, "Y");
     auto* output = static_cast<float*>(make_output(api, context, 0, shape));
     Pool pool(api, context);
     gather_rows(weights, rows.data(), count, output, pool.parallel_for());
@@ -66,7 +65,7 @@ struct GatherOp : CpuOp<GatherOp, GatherNode> {
   GatherNode make_node(const ort::Api* api, const ort::KernelInfo* info) const {
     QuantizedMatrix matrix = read_quantized_attributes(api, info);
     matrix.scale_type = data_type(scale);
-    return {api, {api, info}, matrix};
+    return {api, {api, info, GatherNode::kInputNames}, matrix};
   }
 
   ort::ElementType scale;

@@ -16,8 +16,6 @@
 namespace kvconv {
 namespace {
 
-constexpr QuantizedInputNames kInputNames = {"B", "scales", "zero_points"};
-
 Rounding read_accuracy_level(const ort::Api* api, const ort::KernelInfo* info) {
   const std::int64_t level = read_int(api, info, "accuracy_level", 2);
   switch (level) {
@@ -36,11 +34,12 @@ Rounding read_accuracy_level(const ort::Api* api, const ort::KernelInfo* info) {
 // A node of a session.
 struct MatMulNode {
   static constexpr const char* kName = "kvconv::MatMulNBits";
-  static constexpr std::size_t kNumInputs = kNumMatMulInputs;
+  static constexpr std::array<const char*, kNumMatMulInputs> kInputNames = {"A", "B", "scales",
+                                                                            "zero_points", "bias"};
   static constexpr std::size_t kNumOutputs = 1;
 
   const ort::Api* api;
-  InputReader<kNumInputs> inputs;
+  InputReader<kNumMatMulInputs> inputs;
   MatMulParams params;  // a run's, as far as the attributes tell them
 
   void compute(ort::KernelContext* context) const {
@@ -50,18 +49,18 @@ struct MatMulNode {
     const Tensor a = inputs(context, kMatMulA);
     const Tensor bias = inputs(context, kMatMulBias);
     const ort::ElementType activation = element_type(p.activation_type);
-    require_type(a, "A", activation);
+    require_type(a, activation);
     read_quantized_inputs(inputs(context, kMatMulB), inputs(context, kMatMulScales),
-                          inputs(context, kMatMulZeroPoints), kInputNames, &w);
+                          inputs(context, kMatMulZeroPoints), &w);
     if (a.shape.empty() || a.shape.back() != w.columns) {
       refuse(text("A has shape ", shape_text(a.shape), "; its last dimension must be K ", w.columns,
                   "."));
     }
     if (bias.exists) {
-      require_type(bias, "bias", activation);
+      require_type(bias, activation);
       if (bias.shape.size() != 1 || bias.shape[0] != w.rows) {
-        refuse(
-            text("bias has shape ", shape_text(bias.shape), "; it must be [N] with N ", w.rows, "."));
+        refuse(text("bias has shape ", shape_text(bias.shape), "; it must be [N] with N ", w.rows,
+                    "."));
       }
     }
     p.num_rows = a.shape.num_rows();
@@ -100,7 +99,7 @@ struct MatMulOp : CpuOp<MatMulOp, MatMulNode> {
     p.weights.scale_type = data_type(scale);
     p.activation_type = data_type(activation);
     p.rounding = read_accuracy_level(api, info);
-    return {api, {api, info}, p};
+    return {api, {api, info, MatMulNode::kInputNames}, p};
   }
 
   ort::ElementType activation;

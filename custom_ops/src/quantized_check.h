@@ -25,13 +25,6 @@ enum GatherInput : std::size_t {
   kNumGatherInputs,
 };
 
-// The names that an op gives a quantised matrix's inputs in its complaints.
-struct QuantizedInputNames {
-  const char* data;
-  const char* scales;
-  const char* zero_points;
-};
-
 // Reads and checks N, K, bits and block_size; throws OpError. All else of the matrix is left for a
 // run.
 QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::KernelInfo* info);
@@ -39,6 +32,6 @@ QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::Kernel
 // Fills in the matrix of a run from its inputs. `matrix` holds the attributes. Throws OpError,
 // naming both shapes that disagree.
 void read_quantized_inputs(const Tensor& data, const Tensor& scales, const Tensor& zero_points,
-                           const QuantizedInputNames& names, QuantizedMatrix* matrix);
+                           QuantizedMatrix* matrix);
 
 }  // namespace kvconv

@@ -208,7 +208,8 @@ std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
                                                            const FakeContext& context) {
   AttentionInputs inputs;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    inputs[i] = read_input(fake_api(), reinterpret_cast<const ort::KernelContext*>(&context), i);
+    inputs[i] = read_input(fake_api(), reinterpret_cast<const ort::KernelContext*>(&context), i,
+                           kAttentionInputNames[i]);
   }
   const auto attributes =
       read_attributes(fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes));
