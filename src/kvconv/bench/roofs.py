@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kvconv.bench.session import open_session
+
 _BYTES = 512 * 2**20
 _SIZE = 2048
 
@@ -55,7 +57,6 @@ class OnnxRuntimeMatMul:
     """
 
     def __init__(self, threads: int, size: int = _SIZE) -> None:
-        import onnxruntime
         from onnx import TensorProto, helper, numpy_helper
 
         rng = np.random.default_rng(0)
@@ -67,12 +68,7 @@ class OnnxRuntimeMatMul:
             [helper.make_node("MatMul", ["x", "weight"], ["y"])],
             "matmul", value[:1], value[1:], [weight],
         )  # fmt: skip
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = open_session(graph, threads=threads)
 
     def run(self) -> float:
         """Multiply once; return floating-point operations per second."""
