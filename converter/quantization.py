@@ -154,7 +154,8 @@ def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | _Left:
     if tensor.nbytes <= INLINE_BYTES:
         return _Left(f"smaller than {INLINE_BYTES} bytes")
     if others == {"MatMul"} and len(tensor.shape) > 2:
-        return _Left("a stack of matrices, one for each head")
+        what = "head" if _is_per_head(weight) else "expert, all of which are computed"
+        return _Left(f"a stack of matrices, one for each {what}")
     if others:
         return _Left(f"read by {', '.join(sorted(others))}", is_known=False)
     if len({linear.is_transposed for linear in linears} | ({False} if gathers else set())) > 1:
@@ -162,6 +163,12 @@ def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | _Left:
     if any(_feeds(linear.output, _is_top_k, _DEPTH) for linear in linears):
         return _Left("a router, which chooses experts")
     return linears, gathers
+
+
+def _is_per_head(weight: ir.Value) -> bool:
+    """Tell [batch, heads, tokens, K] times a stack from [experts, tokens, K] times one."""
+    multiplied = [node.inputs[0] for node in weight.consumers()]
+    return all(x is not None and x.shape is not None and len(x.shape) == 4 for x in multiplied)
 
 
 def _linear(node: ir.Node, index: int) -> _Linear | None:

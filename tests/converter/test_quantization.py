@@ -232,6 +232,21 @@ def test_a_router_stays_float():
     assert report.float_bytes == WIDTH * 64 * 4
 
 
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [([2, 4, 3, WIDTH], "head"), ([4, 6, WIDTH], "expert, all of which are computed")],
+)
+def test_a_stack_of_matrices_stays_float_and_says_what_it_is(shape, what):
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["parts"]),
+        helper.make_node("MatMul", ["parts", "stack"], ["y"]),
+    ]
+    values = {"shape": np.array(shape), "stack": weight(4, WIDTH, 8)}
+    model = graph(nodes, values, sizes={"parts": shape})
+    report, _ = quantize(model, ExportOptions(weights="int4"))
+    assert report.left_bytes == {f"a stack of matrices, one for each {what}": 4 * WIDTH * 8 * 4}
+
+
 @pytest.mark.parametrize("rows", [64, 4])
 def test_a_table_stays_float_and_is_reported_unless_it_is_small(rows):
     nodes = [
