@@ -1,8 +1,9 @@
 """What a caller of the converter gives and gets; imports nothing heavy."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from kvconv.errors import ExportError
 from kvconv.flavour import FLAVOURS
@@ -16,9 +17,8 @@ from kvconv.manifest import (
 )
 
 DEFAULT_OPSET = 23
-DEFAULT_BLOCK_SIZE: dict[QuantizedDtype, int] = {"int8": 16, "int4": 32}
-"""int8 loses less in smaller blocks, at accuracy level 4 most of all: there activations are rounded
-in the same blocks."""
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+DEFAULT_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ExportOptions:
             other types are converted.
         weights: Type of linear weights; None is `dtype`.
         block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256. None is
-            16 for int8; for int4 32, and 16 for weights that lose too much.
+            32, and 16 for int4 weights that lose too much.
         pure: Whether every weight of an int4 bundle has 4 bits; otherwise sensitive ones that lose
             too much have 8.
         symmetric: Whether quantised weights do without zero points; None is what measures best,
@@ -63,6 +63,22 @@ class ExportOptions:
     trust_remote_code: bool = False
     overwrite: bool = False
     without: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse what nothing can be made of.
+
+        Raises:
+            ValueError: There is no such block size or accuracy level.
+        """
+        if self.block_size not in (None, *BLOCK_SIZES):
+            raise ValueError(
+                f"block_size is {self.block_size}; it is one of {_listed(BLOCK_SIZES)}"
+            )
+        levels = get_args(AccuracyLevel)
+        if self.accuracy_level not in (None, *levels):
+            raise ValueError(
+                f"accuracy_level is {self.accuracy_level}; it is one of {_listed(levels)}"
+            )
 
     @property
     def chosen_accuracy_level(self) -> AccuracyLevel:
@@ -104,14 +120,18 @@ class ExportOptions:
             raise ExportError(
                 f"--accuracy-level {self.accuracy_level} was asked for, but the operator of the "
                 f"{self.attention} flavour computes it as level 1. Take one of "
-                f"{', '.join(map(str, sorted(levels)))}, or --attention flash."
+                f"{_listed(sorted(levels))}, or --attention flash."
             )
         return Quantization(
-            block_size=self.block_size or DEFAULT_BLOCK_SIZE[self.weights],
+            block_size=self.block_size or DEFAULT_BLOCK_SIZE,
             symmetric=self.weights == "int8" or bool(self.symmetric),
             accuracy_level=self.chosen_accuracy_level,
             method="least squares",
         )
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 @dataclass(frozen=True, slots=True)
