@@ -18,7 +18,6 @@ from kvconv.manifest import (
 
 DEFAULT_OPSET = 23
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-DEFAULT_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class ExportOptions:
             other types are converted.
         weights: Type of linear weights; None is `dtype`.
         block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256. None is
-            32, and 16 for int4 weights that lose too much.
+            32; 16 for int4 weights that lose too much, and for int8 at accuracy level 4.
         pure: Whether every weight of an int4 bundle has 4 bits; otherwise sensitive ones that lose
             too much have 8.
         symmetric: Whether quantised weights do without zero points; None is what measures best,
@@ -85,6 +84,16 @@ class ExportOptions:
         """The accuracy level asked for, or the flavour's default."""
         return self.accuracy_level or FLAVOURS[self.attention].accuracy_levels[0]
 
+    @property
+    def chosen_block_size(self) -> int:
+        """The block size asked for, or the default.
+
+        Level 4 rounds activations in blocks no larger than the weights', which is most of what
+        int8 loses there.
+        """
+        rounds_both = self.weights == "int8" and self.chosen_accuracy_level == 4
+        return self.block_size or (16 if rounds_both else 32)
+
     def quantization(self) -> Quantization | None:
         """Return how linear weights are quantised; None if they are not.
 
@@ -123,7 +132,7 @@ class ExportOptions:
                 f"{_listed(sorted(levels))}, or --attention flash."
             )
         return Quantization(
-            block_size=self.block_size or DEFAULT_BLOCK_SIZE,
+            block_size=self.chosen_block_size,
             symmetric=self.weights == "int8" or bool(self.symmetric),
             accuracy_level=self.chosen_accuracy_level,
             method="least squares",

@@ -29,7 +29,7 @@ from kvconv.converter.blocks import ZeroPoints
 from kvconv.converter.float_weight import FloatWeight
 from kvconv.converter.linear_weight import LinearWeight, Rows
 from kvconv.converter.nbits import Form, NBitsWeight, gather, matmul
-from kvconv.converter.options import DEFAULT_BLOCK_SIZE, ExportOptions, WeightsReport
+from kvconv.converter.options import ExportOptions, WeightsReport
 from kvconv.converter.weights import INLINE_BYTES
 from kvconv.errors import ExportError
 
@@ -298,7 +298,7 @@ def _nbits_weight(
         zero_points: ZeroPoints = "none" if symmetric else "float" if own_ops else "integer"
         return NBitsWeight(source, Form(bits, block_size, zero_points), own_ops=own_ops)
 
-    block_size = options.block_size or DEFAULT_BLOCK_SIZE
+    block_size = options.chosen_block_size
     if options.weights == "int8":
         return made(8, block_size)
     chosen = made(4, block_size)

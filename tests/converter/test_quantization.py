@@ -204,6 +204,10 @@ def test_weights_on_a_grid_stay_small():
         ({"block_size": 32}, {"qkv": (8, 32), "o": (4, 32), "head": (8, 32)}),
         ({"weights": "int8"}, {"qkv": (8, 32), "o": (8, 32), "head": (8, 32)}),
         (
+            {"weights": "int8", "accuracy_level": 4},
+            {"qkv": (8, 16), "o": (8, 16), "head": (8, 16)},
+        ),
+        (
             {"weights": "int8", "block_size": 128},
             {"qkv": (8, 128), "o": (8, 128), "head": (8, 128)},
         ),
