@@ -75,11 +75,18 @@ def quantize(
 
     Args:
         weight: [N, K], finite. A last block that K does not fill is completed.
-        bits: 4 or 8.
+        bits: 4, or 8 without zero points.
         block_size: Weights of a row that share a scale.
         zero_points: What they may be.
         scale_dtype: Type of the scales, float16 or float32; errors are counted after rounding.
+
+    Raises:
+        ValueError: There is no search for such zero points with so many bits.
     """
+    if (zero_points, bits) not in _STEPS:
+        raise ValueError(
+            f"bits is {bits} and zero_points is {zero_points!r}; bits is 4, or 8 with 'none'"
+        )
     rows, in_features = weight.shape
     num_blocks = -(-in_features // block_size)
     parts = []

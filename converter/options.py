@@ -1,8 +1,9 @@
 """What a caller of the converter gives and gets; imports nothing heavy."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from kvconv.errors import ExportError
 from kvconv.flavour import FLAVOURS
@@ -16,9 +17,7 @@ from kvconv.manifest import (
 )
 
 DEFAULT_OPSET = 23
-DEFAULT_BLOCK_SIZE: dict[QuantizedDtype, int] = {"int8": 16, "int4": 32}
-"""int8 loses less in smaller blocks, at accuracy level 4 most of all: there activations are rounded
-in the same blocks."""
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class ExportOptions:
             other types are converted.
         weights: Type of linear weights; None is `dtype`.
         block_size: Quantised weights of a row that share a scale: 16, 32, 64, 128 or 256. None is
-            16 for int8; for int4 32, and 16 for weights that lose too much.
+            32; 16 for int4 weights that lose too much, and for int8 at accuracy level 4.
         pure: Whether every weight of an int4 bundle has 4 bits; otherwise sensitive ones that lose
             too much have 8.
         symmetric: Whether quantised weights do without zero points; None is what measures best,
@@ -64,10 +63,36 @@ class ExportOptions:
     overwrite: bool = False
     without: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        """Refuse what nothing can be made of.
+
+        Raises:
+            ValueError: There is no such block size or accuracy level.
+        """
+        if self.block_size not in (None, *BLOCK_SIZES):
+            raise ValueError(
+                f"block_size is {self.block_size}; it is one of {_listed(BLOCK_SIZES)}"
+            )
+        levels = get_args(AccuracyLevel)
+        if self.accuracy_level not in (None, *levels):
+            raise ValueError(
+                f"accuracy_level is {self.accuracy_level}; it is one of {_listed(levels)}"
+            )
+
     @property
     def chosen_accuracy_level(self) -> AccuracyLevel:
         """The accuracy level asked for, or the flavour's default."""
         return self.accuracy_level or FLAVOURS[self.attention].accuracy_levels[0]
+
+    @property
+    def chosen_block_size(self) -> int:
+        """The block size asked for, or the default.
+
+        Level 4 rounds activations in blocks no larger than the weights', which is most of what
+        int8 loses there.
+        """
+        rounds_both = self.weights == "int8" and self.chosen_accuracy_level == 4
+        return self.block_size or (16 if rounds_both else 32)
 
     def quantization(self) -> Quantization | None:
         """Return how linear weights are quantised; None if they are not.
@@ -104,14 +129,18 @@ class ExportOptions:
             raise ExportError(
                 f"--accuracy-level {self.accuracy_level} was asked for, but the operator of the "
                 f"{self.attention} flavour computes it as level 1. Take one of "
-                f"{', '.join(map(str, sorted(levels)))}, or --attention flash."
+                f"{_listed(sorted(levels))}, or --attention flash."
             )
         return Quantization(
-            block_size=self.block_size or DEFAULT_BLOCK_SIZE[self.weights],
+            block_size=self.chosen_block_size,
             symmetric=self.weights == "int8" or bool(self.symmetric),
             accuracy_level=self.chosen_accuracy_level,
             method="least squares",
         )
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 @dataclass(frozen=True, slots=True)

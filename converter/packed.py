@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from kvconv.converter.bias import bias_behind
 from kvconv.converter.linear_weight import LinearWeight
 
 
@@ -76,12 +77,8 @@ def _pattern(node: ir.Node) -> _Linear | None:
     if weight is None or not isinstance(tensor, LinearWeight) or len(weight.uses()) != 1:
         return None
     linear = _Linear(node, weight, tensor)
-    if len(product.uses()) == 1:
-        (add,) = product.consumers()
-        bias = next((value for value in add.inputs if value is not product), None)
-        if bias is not None and bias.const_value is not None and add.op_type == "Add":
-            if bias.shape == (linear.width,):
-                linear = _Linear(node, weight, tensor, add, bias)
+    if (found := bias_behind(product, linear.width)) is not None:
+        linear = _Linear(node, weight, tensor, *found)
     return None if linear.output.is_graph_output() else linear
 
 

@@ -17,16 +17,19 @@ another expert. Biases, norms and tables are no linear weights.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 from onnx_ir.passes import common
 
 from kvconv import names
-from kvconv.converter.linear_weight import LinearWeight
+from kvconv.converter.bias import bias_behind, only_reader
+from kvconv.converter.blocks import ZeroPoints
+from kvconv.converter.float_weight import FloatWeight
+from kvconv.converter.linear_weight import LinearWeight, Rows
 from kvconv.converter.nbits import Form, NBitsWeight, gather, matmul
-from kvconv.converter.options import DEFAULT_BLOCK_SIZE, ExportOptions, WeightsReport
+from kvconv.converter.options import ExportOptions, WeightsReport
 from kvconv.converter.weights import INLINE_BYTES
 from kvconv.errors import ExportError
 
@@ -37,6 +40,19 @@ _DEPTH = 16
 _MAX_LOSS = 0.01
 """Error of a weight, in parts of its size, above which it gets more bytes."""
 _FINE_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Why a weight stays float.
+
+    Attributes:
+        reason: What is printed.
+        is_known: Whether kvconv means it to stay float; otherwise it may not be much.
+    """
+
+    reason: str
+    is_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +99,8 @@ def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, li
         if tensor is None or tensor.dtype not in _FLOATS or len(tensor.shape) < 2:
             continue
         found = _readers(weight)
-        if isinstance(found, str):
-            (unexplained if found.startswith("read by") else left)[found] += tensor.nbytes
+        if isinstance(found, _Left):
+            (left if found.is_known else unexplained)[found.reason] += tensor.nbytes
             continue
         linears, gathers = found
         if not linears and not gathers:
@@ -116,7 +132,7 @@ def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, li
     return WeightsReport(quantized, dict(stored), dict(left + unexplained)), weights
 
 
-def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | str:
+def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | _Left:
     """Return who multiplies by a weight and who gathers its rows, or why it stays float."""
     tensor = weight.const_value
     assert tensor is not None
@@ -132,18 +148,27 @@ def _readers(weight: ir.Value) -> tuple[list[_Linear], list[ir.Node]] | str:
             others.add(node.op_type)
     if not linears and all(op in ("Add", "Mul", "Gather", "Slice", "Concat") for op in others):
         if not gathers or others or not all(_gathers_tokens(node) for node in gathers):
-            return [], []  # a table, no linear weight
+            if gathers and tensor.nbytes > INLINE_BYTES:
+                return _Left("a table whose rows are not chosen by token ids alone")
+            return [], []  # a bias or such, no linear weight
     if tensor.nbytes <= INLINE_BYTES:
-        return f"smaller than {INLINE_BYTES} bytes"
+        return _Left(f"smaller than {INLINE_BYTES} bytes")
     if others == {"MatMul"} and len(tensor.shape) > 2:
-        return "a stack of matrices, one for each head"
+        what = "head" if _is_per_head(weight) else "expert, all of which are computed"
+        return _Left(f"a stack of matrices, one for each {what}")
     if others:
-        return f"read by {', '.join(sorted(others))}"
+        return _Left(f"read by {', '.join(sorted(others))}", is_known=False)
     if len({linear.is_transposed for linear in linears} | ({False} if gathers else set())) > 1:
-        return "read by rows and by columns"
+        return _Left("read by rows and by columns", is_known=False)
     if any(_feeds(linear.output, _is_top_k, _DEPTH) for linear in linears):
-        return "a router, which chooses experts"
+        return _Left("a router, which chooses experts")
     return linears, gathers
+
+
+def _is_per_head(weight: ir.Value) -> bool:
+    """Tell [batch, heads, tokens, K] times a stack from [experts, tokens, K] times one."""
+    multiplied = [node.inputs[0] for node in weight.consumers()]
+    return all(x is not None and x.shape is not None and len(x.shape) == 4 for x in multiplied)
 
 
 def _linear(node: ir.Node, index: int) -> _Linear | None:
@@ -166,7 +191,7 @@ def _linear(node: ir.Node, index: int) -> _Linear | None:
 
 def _without_reshapes(linear: _Linear) -> _Linear:
     """Drop [.., K] -> [rows, K] -> Gemm -> [rows, N] -> [.., N], which only a Gemm needs."""
-    before, after = linear.x.producer(), _only_reader(linear.output)
+    before, after = linear.x.producer(), only_reader(linear.output)
     if before is None or before.op_type != "Reshape" or after is None or after.op_type != "Reshape":
         return linear
     x, output = before.inputs[0], after.outputs[0]
@@ -179,33 +204,19 @@ def _without_reshapes(linear: _Linear) -> _Linear:
         return linear
     if list(x.shape)[:-1] != list(output.shape)[:-1]:
         return linear
-    return _Linear(linear.node, x, output, linear.bias, linear.is_transposed, (linear.node, after))
+    return replace(linear, x=x, output=output, replaced=(linear.node, after))
 
 
 def _with_bias(linear: _Linear) -> _Linear:
     """Take in an Add of a vector behind the product."""
-    after = _only_reader(linear.output)
-    if linear.bias is not None or after is None or after.op_type != "Add":
-        return linear
-    bias = next((value for value in after.inputs if value is not linear.output), None)
     weight = linear.node.inputs[1]
     assert weight is not None
     width = _sizes(weight)[1 if linear.is_transposed else 0]
-    if bias is None or not _is_vector(bias) or _sizes(bias) != [width]:
+    found = None if linear.bias is not None else bias_behind(linear.output, width)
+    if found is None:
         return linear
-    return _Linear(
-        linear.node,
-        linear.x,
-        after.outputs[0],
-        bias,
-        linear.is_transposed,
-        (*linear.replaced, after),
-    )
-
-
-def _only_reader(value: ir.Value) -> ir.Node | None:
-    uses = list(value.uses())
-    return uses[0][0] if len(uses) == 1 and not value.is_graph_output() else None
+    add, bias = found
+    return replace(linear, output=add.outputs[0], bias=bias, replaced=(*linear.replaced, add))
 
 
 def _is_vector(value: ir.Value) -> bool:
@@ -213,7 +224,12 @@ def _is_vector(value: ir.Value) -> bool:
 
 
 def _gathers_tokens(node: ir.Node) -> bool:
+    """Tell whether the indices of a Gather are the token ids, be they of another shape or type."""
     indices = node.inputs[1]
+    while indices is not None and (before := indices.producer()) is not None:
+        if before.op_type not in ("Reshape", "Cast"):
+            return False
+        indices = before.inputs[0]
     return indices is not None and indices.name == names.INPUT_IDS
 
 
@@ -267,25 +283,22 @@ def _nbits_weight(
     is_transposed = bool(linears) and linears[0].is_transposed
     out_features, in_features = _sizes(weight)[:: -1 if is_transposed else 1]
 
-    if isinstance(tensor, LinearWeight):
-        rows = tensor.rows
-    else:
-        rows = (lambda: tensor.numpy().T if is_transposed else tensor.numpy(),)
+    rows: Sequence[Rows] = (lambda: tensor.numpy().T if is_transposed else tensor.numpy(),)
+    source = FloatWeight(
+        weight.name,
+        tensor.rows if isinstance(tensor, LinearWeight) else rows,
+        out_features=out_features,
+        in_features=in_features,
+        dtype=tensor.dtype,
+    )
     own_ops = options.attention == "flash"
 
     def made(bits: int, block_size: int) -> NBitsWeight:
         symmetric = bits == 8 or options.symmetric
-        return NBitsWeight(
-            name=str(weight.name),
-            rows=rows,
-            out_features=out_features,
-            in_features=in_features,
-            dtype=tensor.dtype,
-            form=Form(bits, block_size, "none" if symmetric else "float" if own_ops else "integer"),
-            own_ops=own_ops,
-        )
+        zero_points: ZeroPoints = "none" if symmetric else "float" if own_ops else "integer"
+        return NBitsWeight(source, Form(bits, block_size, zero_points), own_ops=own_ops)
 
-    block_size = options.block_size or DEFAULT_BLOCK_SIZE[options.weights or "int4"]
+    block_size = options.chosen_block_size
     if options.weights == "int8":
         return made(8, block_size)
     chosen = made(4, block_size)

@@ -1,13 +1,41 @@
 """Running one node on ONNX Runtime, with kvconv's op library registered, for tests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
-from onnx import helper
+from onnx import NodeProto, helper
 
-from kvconv import custom_ops, names
+from kvconv import names
+from kvconv.bench.session import open_session
+
+
+def open_node(
+    node: NodeProto,
+    inputs: Mapping[str, tuple[int, int]],
+    outputs: Mapping[str, int],
+    *,
+    threads: int = 1,
+) -> onnxruntime.InferenceSession:
+    """Open a session of one node.
+
+    Args:
+        node: The node.
+        inputs: ONNX type and rank of each input that is fed.
+        outputs: ONNX type of each output.
+        threads: Size of ONNX Runtime's pool.
+    """
+    graph = helper.make_graph(
+        [node],
+        "one_node",
+        [
+            helper.make_tensor_value_info(name, kind, [None] * rank)
+            for name, (kind, rank) in inputs.items()
+        ],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs.items()],
+    )
+    return open_session(graph, threads=threads, log_severity=4)  # errors are asserted on
 
 
 def make_session(
@@ -16,6 +44,7 @@ def make_session(
     attributes: Mapping[str, int | float | str],
     *,
     domain: str = names.OP_DOMAIN,
+    outputs: Sequence[str] = ("Y",),
     output_type: npt.DTypeLike = np.float32,
     threads: int = 1,
 ) -> onnxruntime.InferenceSession:
@@ -27,45 +56,24 @@ def make_session(
             ranks count.
         attributes: The node's attributes.
         domain: The operator's domain.
-        output_type: dtype of the one output, `Y`.
+        outputs: Names of the node's outputs.
+        output_type: dtype of the outputs.
         threads: Size of ONNX Runtime's pool.
     """
-    given = {name: array for name, array in inputs.items() if array is not None}
+    given = {
+        name: (helper.np_dtype_to_tensor_dtype(array.dtype), array.ndim)
+        for name, array in inputs.items()
+        if array is not None
+    }
     node = helper.make_node(
         op,
         [name if name in given else "" for name in inputs],
-        ["Y"],
+        list(outputs),
         domain=domain,
         **attributes,
     )
-    graph = helper.make_graph(
-        [node],
-        "one_node",
-        [
-            helper.make_tensor_value_info(
-                name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim
-            )
-            for name, array in given.items()
-        ],
-        [
-            helper.make_tensor_value_info(
-                "Y", helper.np_dtype_to_tensor_dtype(np.dtype(output_type)), None
-            )
-        ],
-    )
-    opsets = [
-        helper.make_opsetid("", 21),
-        helper.make_opsetid(names.OP_DOMAIN, names.OP_VERSION),
-        helper.make_opsetid(names.ORT_DOMAIN, 1),
-    ]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # errors are asserted on, not printed
-    custom_ops.register(options)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(output_type))
+    return open_node(node, given, dict.fromkeys(outputs, kind), threads=threads)
 
 
 def run(

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import onnxruntime
 from onnx import TensorProto, helper
 
-from kvconv import custom_ops, names
+import one_node
+from kvconv import names
 
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
@@ -76,32 +77,16 @@ def make_session(
         **dict(attributes),
     )
     output_types = [activation, cache_type, cache_type, "float32", "float32"]
-    graph = helper.make_graph(
-        [node],
-        "single_node",
-        [
-            helper.make_tensor_value_info(
-                name, ONNX_TYPES[input_type(name, activation, cache_type)], [None] * rank
-            )
-            for name, rank in inputs
-        ],
-        [
-            helper.make_tensor_value_info(name, ONNX_TYPES[kind], None)
+    kinds = {name: ONNX_TYPES[input_type(name, activation, cache_type)] for name in given}
+    return one_node.open_node(
+        node,
+        {name: (kinds[name], rank) for name, rank in inputs},
+        {
+            name: ONNX_TYPES[kind]
             for name, kind in zip(names.FLASH_ATTENTION_OUTPUTS, output_types, strict=True)
             if name in outputs
-        ],
-    )
-    opsets = [
-        helper.make_opsetid("", 21),
-        helper.make_opsetid(names.OP_DOMAIN, names.OP_VERSION),
-    ]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # errors are asserted on, not printed
-    custom_ops.register(options)
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        },
+        threads=threads,
     )
 
 

@@ -187,13 +187,17 @@ def test_kv_cache_bytes_counts_every_layer():
 
 
 @pytest.mark.parametrize(
-    ("first", "is_quantized"), [("whole prefill", False), (FLOAT_WEIGHTS, True)]
+    ("first", "failing", "remedy"),
+    [
+        ("whole prefill", "decode", "agree. Please report"),
+        (FLOAT_WEIGHTS, "decode", "--accuracy-level 2, or 1; otherwise please report"),
+        ("whole prefill", FLOAT_WEIGHTS, "--weights int8 or --block-size 16; otherwise please"),
+    ],
 )
-def test_failed_check_names_the_remedy_for_the_weights(first, is_quantized):
+def test_failed_check_names_the_remedy_for_the_weights(first, failing, remedy):
     checks = (
         CheckResult(first, 9, 1e-5, 1e-6, 0.0, 1.0, True),
-        CheckResult("decode", 9, 3.0, 1e-6, 0.0, 1.0, False, ("the logits differ",)),
+        CheckResult(failing, 9, 3.0, 1e-6, 0.0, 1.0, False, ("the logits differ",)),
     )
-    with pytest.raises(VerificationError, match="'decode'.*lease report") as e:
+    with pytest.raises(VerificationError, match=rf"'{failing}'.*{remedy}"):
         Verification("failed", 1.0, checks).require_passed()
-    assert ("--accuracy-level 1" in str(e.value)) == is_quantized

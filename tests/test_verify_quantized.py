@@ -103,6 +103,15 @@ def test_a_wrong_int4_bundle_fails(quantized, tmp_path, model_type, level, chang
     assert {name for name, check in found.items() if not check.passed} >= wrong
 
 
+@pytest.mark.kinds
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+def test_a_mixture_of_experts_passes_at_the_default_accuracy_level(quantized, model_type):
+    folder, reference = quantized(model_type, weights="int4")
+    found = checks(folder, reference)
+    assert found.keys() == ALL
+    assert all(check.passed for check in found.values())
+
+
 def test_16_bit_activations_are_held_to_much_less_than_8_bit_ones(quantized):
     folder, reference = quantized("llama", weights="int4", accuracy_level=2)
     assert all(check.passed for check in checks(folder, reference).values())

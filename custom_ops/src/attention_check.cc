@@ -4,26 +4,10 @@
 #include <cmath>
 
 #include "attention_op.h"
+#include "kvconv/float16.h"
 
 namespace kvconv {
 namespace {
-
-constexpr const char* kInputNames[kNumAttentionInputs] = {
-    "query",
-    "key",
-    "value",
-    "past_key",
-    "past_value",
-    "attention_mask",
-    "cos",
-    "sin",
-    "attention_bias",
-    "alibi_slopes",
-    "head_sink",
-    "past_key_scale",
-    "past_value_scale",
-    "past_sequence_length",
-};
 
 class Checker {
  public:
@@ -32,14 +16,14 @@ class Checker {
   const Tensor& operator[](AttentionInput input) const { return inputs_[input]; }
 
   void require_type(AttentionInput input, ort::ElementType type) const {
-    kvconv::require_type(inputs_[input], kInputNames[input], type);
+    kvconv::require_type(inputs_[input], type);
   }
 
   void require_rank(AttentionInput input, std::size_t rank, const char* axes) const {
     const Tensor& tensor = inputs_[input];
-    if (!tensor.exists) refuse(text(kInputNames[input], " is absent; it is required."));
+    if (!tensor.exists) refuse(text(tensor.name, " is absent; it is required."));
     if (tensor.shape.size() == rank) return;
-    refuse(text(kInputNames[input], " has shape ", shape_text(tensor.shape), " of rank ",
+    refuse(text(tensor.name, " has shape ", shape_text(tensor.shape), " of rank ",
                 tensor.shape.size(), "; it must be ", axes, " of rank ", rank, "."));
   }
 
@@ -47,24 +31,25 @@ class Checker {
                    const char* why) const {
     const Tensor& tensor = inputs_[input];
     if (tensor.shape[axis] == expected) return;
-    refuse(text(kInputNames[input], " has shape ", shape_text(tensor.shape), ": dimension ", axis,
-                " is ", tensor.shape[axis], " and must be ", expected, ", ", why, "."));
+    refuse(text(tensor.name, " has shape ", shape_text(tensor.shape), ": dimension ", axis, " is ",
+                tensor.shape[axis], " and must be ", expected, ", ", why, "."));
   }
 
   std::int64_t positive_dim(AttentionInput input, std::size_t axis) const {
-    const std::int64_t size = inputs_[input].shape[axis];
+    const Tensor& tensor = inputs_[input];
+    const std::int64_t size = tensor.shape[axis];
     if (size > 0) return size;
-    refuse(text(kInputNames[input], " has shape ", shape_text(inputs_[input].shape), ": dimension ",
-                axis, " is ", size, " and must be at least 1."));
+    refuse(text(tensor.name, " has shape ", shape_text(tensor.shape), ": dimension ", axis, " is ",
+                size, " and must be at least 1."));
   }
 
   // The width of one head, from a dimension that holds `heads` of them side by side.
   std::int64_t head_width(AttentionInput input, std::int64_t heads, const char* heads_name) const {
-    const std::int64_t size = inputs_[input].shape[2];
+    const Tensor& tensor = inputs_[input];
+    const std::int64_t size = tensor.shape[2];
     if (size > 0 && size % heads == 0) return size / heads;
-    refuse(text(kInputNames[input], " has shape ", shape_text(inputs_[input].shape),
-                ": dimension 2 is ", size, " and must be a positive multiple of ", heads_name, " ",
-                heads, "."));
+    refuse(text(tensor.name, " has shape ", shape_text(tensor.shape), ": dimension 2 is ", size,
+                " and must be a positive multiple of ", heads_name, " ", heads, "."));
   }
 
  private:
@@ -122,7 +107,7 @@ void check_packed(const Checker& check, AttentionParams* p) {
   }
   if (check[kQuery].data != nullptr) {
     const char* query = static_cast<const char*>(check[kQuery].data);
-    const std::int64_t element_bytes = p->activation_type == DataType::kFloat32 ? 4 : 2;
+    const std::int64_t element_bytes = bytes_of(p->activation_type);
     p->key = query + keys * element_bytes;
     p->value = query + values * element_bytes;
   }
@@ -291,7 +276,7 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
 
   for (AttentionInput input : {kPastKeyScale, kPastValueScale}) {
     if (check[input].exists) {
-      refuse(text(kInputNames[input],
+      refuse(text(check[input].name,
                   " is given, but only quantised caches have scales and this version of the op "
                   "library takes float32, float16 and bfloat16 caches; leave it out."),
              ort::kNotImplemented);

@@ -4,7 +4,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "kvconv/attention.h"
 #include "op_support.h"
@@ -27,6 +26,23 @@ enum AttentionInput : std::size_t {
   kPastValueScale,
   kPastSequenceLength,
   kNumAttentionInputs,
+};
+
+inline constexpr std::array<const char*, kNumAttentionInputs> kAttentionInputNames = {
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "attention_mask",
+    "cos",
+    "sin",
+    "attention_bias",
+    "alibi_slopes",
+    "head_sink",
+    "past_key_scale",
+    "past_value_scale",
+    "past_sequence_length",
 };
 
 enum AttentionOutput : std::size_t {
@@ -58,8 +74,5 @@ AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* 
 // Throws OpError, naming both numbers that disagree.
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
                              DataType activation_type, DataType cache_type);
-
-// The CustomOp table: one entry per provider, activation type and cache type.
-std::vector<const ort::CustomOp*> attention_ops();
 
 }  // namespace kvconv

@@ -3,26 +3,12 @@
 //   input       [.., 2 * I] float32 or float16: gate, then up
 //   output      [.., I] of the same type
 //   activation  "silu", "gelu", "gelu_tanh" or "relu"
-#include "gated_activation_op.h"
-
 #include "kvconv/gated_activation.h"
+#include "op_support.h"
+#include "ops.h"
 
 namespace kvconv {
 namespace {
-
-constexpr const char* kName = "kvconv::GatedActivation";
-
-struct GatedActivationOp : ort::CustomOp {
-  explicit GatedActivationOp(ort::ElementType element);
-
-  ort::ElementType element;
-};
-
-struct GatedActivationNode {
-  const ort::Api* api;
-  Activation activation;
-  DataType type;
-};
 
 Activation read_activation(const ort::Api* api, const ort::KernelInfo* info) {
   const std::string name = read_string(api, info, "activation", "");
@@ -34,56 +20,51 @@ Activation read_activation(const ort::Api* api, const ort::KernelInfo* info) {
               "\"; it must be \"silu\", \"gelu\", \"gelu_tanh\" or \"relu\"."));
 }
 
-void compute(const GatedActivationNode& node, ort::KernelContext* context) {
-  const Tensor input = read_input(node.api, context, 0);
-  require_type(input, "input", element_type(node.type));
-  Shape shape = input.shape;
-  if (shape.empty() || shape.back() % 2 != 0) {
-    refuse(text("input has shape ", shape_text(shape),
-                "; its last dimension must be even: gate, then up."));
+struct GatedActivationNode {
+  static constexpr const char* kName = "kvconv::GatedActivation";
+  static constexpr std::array<const char*, 1> kInputNames = {"input"};
+  static constexpr std::size_t kNumOutputs = 1;
+
+  const ort::Api* api;
+  Activation activation;
+  DataType type;
+
+  void compute(ort::KernelContext* context) const {
+    const Tensor input = read_input(api, context, 0, kInputNames[0]);
+    require_type(input, element_type(type));
+    Shape shape = input.shape;
+    if (shape.empty() || shape.back() % 2 != 0) {
+      refuse(text("input has shape ", shape_text(shape),
+                  "; its last dimension must be even: gate, then up."));
+    }
+    shape.back() /= 2;
+
+    GatedActivationParams p;
+    p.size = shape.back();
+    p.num_rows = shape.num_rows();
+    p.activation = activation;
+    p.type = type;
+    p.input = input.data;
+    p.output = make_output(api, context, 0, shape);
+    if (p.num_rows == 0 || p.size == 0) return;
+    Pool pool(api, context);
+    gated_activation_kernels().front().run(p, pool.parallel_for());
+    pool.throw_if_failed();
   }
-  shape.back() /= 2;
+};
 
-  GatedActivationParams p;
-  p.size = shape.back();
-  p.num_rows = shape.num_rows();
-  p.activation = node.activation;
-  p.type = node.type;
-  p.input = input.data;
-  p.output = make_output(node.api, context, 0, shape);
-  if (p.num_rows == 0 || p.size == 0) return;
-  Pool pool(node.api, context);
-  gated_activation_kernels().front().run(p, pool.parallel_for());
-  pool.throw_if_failed();
-}
+struct GatedActivationOp : CpuOp<GatedActivationOp, GatedActivationNode> {
+  explicit GatedActivationOp(ort::ElementType element_type) : element(element_type) {}
 
-ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
-                         void** node) {
-  const auto* self = static_cast<const GatedActivationOp*>(op);
-  return guarded(api, kName, [&] {
-    *node = new GatedActivationNode{api, read_activation(api, info), data_type(self->element)};
-  });
-}
+  ort::ElementType input_type(std::size_t) const { return element; }
+  ort::ElementType output_type(std::size_t) const { return element; }
+  static bool requires_input(std::size_t) { return true; }
+  GatedActivationNode make_node(const ort::Api* api, const ort::KernelInfo* info) const {
+    return {api, read_activation(api, info), data_type(element)};
+  }
 
-GatedActivationOp::GatedActivationOp(ort::ElementType element_type) : element(element_type) {
-  get_name = [](const ort::CustomOp*) { return "GatedActivation"; };
-  get_execution_provider_type = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-  get_input_type = [](const ort::CustomOp* op, std::size_t) {
-    return static_cast<const GatedActivationOp*>(op)->element;
-  };
-  get_input_type_count = [](const ort::CustomOp*) -> std::size_t { return 1; };
-  get_output_type = get_input_type;
-  get_output_type_count = get_input_type_count;
-  get_input_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
-  get_output_characteristic = get_input_characteristic;
-  get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
-  create_kernel_v2 = create_node;
-  kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
-    const auto* self = static_cast<const GatedActivationNode*>(node);
-    return guarded(self->api, kName, [&] { compute(*self, context); });
-  };
-  kernel_destroy = [](void* node) { delete static_cast<GatedActivationNode*>(node); };
-}
+  ort::ElementType element;
+};
 
 }  // namespace
 

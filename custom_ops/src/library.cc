@@ -1,10 +1,7 @@
 // The library's one export: RegisterCustomOps, which ONNX Runtime calls for a session.
-#include "attention_op.h"
-#include "gated_activation_op.h"
 #include "kvconv/ort_abi.h"
-#include "matmul_op.h"
-#include "norm_op.h"
 #include "op_support.h"
+#include "ops.h"
 
 namespace kvconv {
 namespace {

@@ -9,70 +9,12 @@
 //   Y            [.., N] of A's type
 //   K, N, bits (4 or 8), block_size
 //   accuracy_level: activations are float32 (1), 16-bit integers (2) or 8-bit ones (4)
-#include "matmul_op.h"
-
 #include "kvconv/quantized.h"
+#include "ops.h"
 #include "quantized_check.h"
 
 namespace kvconv {
 namespace {
-
-constexpr const char* kName = "kvconv::MatMulNBits";
-constexpr QuantizedInputNames kInputNames = {"B", "scales", "zero_points"};
-
-struct MatMulOp : ort::CustomOp {
-  MatMulOp(ort::ElementType activation_type, ort::ElementType scale_type);
-
-  ort::ElementType activation;
-  ort::ElementType scale;
-};
-
-// A node of a session: a run's parameters as far as the attributes tell them.
-struct MatMulNode {
-  const ort::Api* api;
-  InputReader<kNumMatMulInputs> inputs;
-  MatMulParams params;
-};
-
-void compute(const MatMulNode& node, ort::KernelContext* context) {
-  // 1. Read and check everything, before anything is written.
-  MatMulParams p = node.params;
-  QuantizedMatrix& w = p.weights;
-  const Tensor a = node.inputs(context, kMatMulA);
-  const Tensor bias = node.inputs(context, kMatMulBias);
-  const ort::ElementType activation = element_type(p.activation_type);
-  require_type(a, "A", activation);
-  read_quantized_inputs(node.inputs(context, kMatMulB), node.inputs(context, kMatMulScales),
-                        node.inputs(context, kMatMulZeroPoints), kInputNames, &w);
-  if (a.shape.empty() || a.shape.back() != w.columns) {
-    refuse(text("A has shape ", shape_text(a.shape), "; its last dimension must be K ", w.columns,
-                "."));
-  }
-  if (bias.exists) {
-    require_type(bias, "bias", activation);
-    if (bias.shape.size() != 1 || bias.shape[0] != w.rows) {
-      refuse(
-          text("bias has shape ", shape_text(bias.shape), "; it must be [N] with N ", w.rows, "."));
-    }
-  }
-  p.num_rows = a.shape.num_rows();
-  p.a = a.data;
-  p.bias = bias.data;
-
-  // 2. The output.
-  Shape shape = a.shape;
-  shape.back() = w.rows;
-  p.output = make_output(node.api, context, 0, shape);
-  if (p.num_rows == 0) return;
-
-  // 3. Run.
-  const MatMulKernel& kernel = matmul_kernels().front();
-  Pool pool(node.api, context);
-  const ParallelFor parallel_for = pool.parallel_for();
-  const BorrowedWorkspace workspace(kernel.workspace_bytes(p, parallel_for.num_workers));
-  kernel.run(p, workspace.get(), parallel_for);
-  pool.throw_if_failed();
-}
 
 Rounding read_accuracy_level(const ort::Api* api, const ort::KernelInfo* info) {
   const std::int64_t level = read_int(api, info, "accuracy_level", 2);
@@ -89,45 +31,80 @@ Rounding read_accuracy_level(const ort::Api* api, const ort::KernelInfo* info) {
   }
 }
 
-ort::Status* create_node(const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
-                         void** node) {
-  const auto* self = static_cast<const MatMulOp*>(op);
-  return guarded(api, kName, [&] {
+// A node of a session.
+struct MatMulNode {
+  static constexpr const char* kName = "kvconv::MatMulNBits";
+  static constexpr std::array<const char*, kNumMatMulInputs> kInputNames = {"A", "B", "scales",
+                                                                            "zero_points", "bias"};
+  static constexpr std::size_t kNumOutputs = 1;
+
+  const ort::Api* api;
+  InputReader<kNumMatMulInputs> inputs;
+  MatMulParams params;  // a run's, as far as the attributes tell them
+
+  void compute(ort::KernelContext* context) const {
+    // 1. Read and check everything, before anything is written.
+    MatMulParams p = params;
+    QuantizedMatrix& w = p.weights;
+    const Tensor a = inputs(context, kMatMulA);
+    const Tensor bias = inputs(context, kMatMulBias);
+    const ort::ElementType activation = element_type(p.activation_type);
+    require_type(a, activation);
+    read_quantized_inputs(inputs(context, kMatMulB), inputs(context, kMatMulScales),
+                          inputs(context, kMatMulZeroPoints), &w);
+    if (a.shape.empty() || a.shape.back() != w.columns) {
+      refuse(text("A has shape ", shape_text(a.shape), "; its last dimension must be K ", w.columns,
+                  "."));
+    }
+    if (bias.exists) {
+      require_type(bias, activation);
+      if (bias.shape.size() != 1 || bias.shape[0] != w.rows) {
+        refuse(text("bias has shape ", shape_text(bias.shape), "; it must be [N] with N ", w.rows,
+                    "."));
+      }
+    }
+    p.num_rows = a.shape.num_rows();
+    p.a = a.data;
+    p.bias = bias.data;
+
+    // 2. The output.
+    Shape shape = a.shape;
+    shape.back() = w.rows;
+    p.output = make_output(api, context, 0, shape);
+    if (p.num_rows == 0) return;
+
+    // 3. Run.
+    const MatMulKernel& kernel = matmul_kernels().front();
+    Pool pool(api, context);
+    const ParallelFor parallel_for = pool.parallel_for();
+    const BorrowedWorkspace workspace(kernel.workspace_bytes(p, parallel_for.num_workers));
+    kernel.run(p, workspace.get(), parallel_for);
+    pool.throw_if_failed();
+  }
+};
+
+struct MatMulOp : CpuOp<MatMulOp, MatMulNode> {
+  MatMulOp(ort::ElementType activation_type, ort::ElementType scale_type)
+      : activation(activation_type), scale(scale_type) {}
+
+  ort::ElementType input_type(std::size_t index) const {
+    if (index == kMatMulB) return ort::kUInt8;
+    return index == kMatMulA || index == kMatMulBias ? activation : scale;
+  }
+  ort::ElementType output_type(std::size_t) const { return activation; }
+  static bool requires_input(std::size_t index) { return index <= kMatMulScales; }
+  MatMulNode make_node(const ort::Api* api, const ort::KernelInfo* info) const {
     MatMulParams p;
     p.weights = read_quantized_attributes(api, info);
-    p.weights.scale_type = data_type(self->scale);
-    p.activation_type = data_type(self->activation);
+    p.weights.scale_type = data_type(scale);
+    p.activation_type = data_type(activation);
     p.rounding = read_accuracy_level(api, info);
-    *node = new MatMulNode{api, InputReader<kNumMatMulInputs>(api, info), p};
-  });
-}
+    return {api, {api, info, MatMulNode::kInputNames}, p};
+  }
 
-MatMulOp::MatMulOp(ort::ElementType activation_type, ort::ElementType scale_type)
-    : activation(activation_type), scale(scale_type) {
-  get_name = [](const ort::CustomOp*) { return "MatMulNBits"; };
-  get_execution_provider_type = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-  get_input_type = [](const ort::CustomOp* op, std::size_t index) {
-    const auto* self = static_cast<const MatMulOp*>(op);
-    if (index == kMatMulB) return ort::kUInt8;
-    return index == kMatMulA || index == kMatMulBias ? self->activation : self->scale;
-  };
-  get_input_type_count = [](const ort::CustomOp*) -> std::size_t { return kNumMatMulInputs; };
-  get_output_type = [](const ort::CustomOp* op, std::size_t) {
-    return static_cast<const MatMulOp*>(op)->activation;
-  };
-  get_output_type_count = [](const ort::CustomOp*) -> std::size_t { return 1; };
-  get_input_characteristic = [](const ort::CustomOp*, std::size_t index) {
-    return index <= kMatMulScales ? ort::kRequired : ort::kOptional;
-  };
-  get_output_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
-  get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
-  create_kernel_v2 = create_node;
-  kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
-    const auto* self = static_cast<const MatMulNode*>(node);
-    return guarded(self->api, kName, [&] { compute(*self, context); });
-  };
-  kernel_destroy = [](void* node) { delete static_cast<MatMulNode*>(node); };
-}
+  ort::ElementType activation;
+  ort::ElementType scale;
+};
 
 }  // namespace
 
@@ -136,9 +113,7 @@ std::vector<const ort::CustomOp*> matmul_ops() {
                                    {ort::kFloat32, ort::kFloat16},
                                    {ort::kFloat16, ort::kFloat32},
                                    {ort::kFloat16, ort::kFloat16}};
-  std::vector<const ort::CustomOp*> pointers;
-  for (const MatMulOp& op : table) pointers.push_back(&op);
-  return pointers;
+  return {&table[0], &table[1], &table[2], &table[3]};
 }
 
 }  // namespace kvconv

@@ -20,11 +20,11 @@
 //   input                     [.., (num_heads + kv_num_heads) * head_dim or wider]
 //   query_weight, key_weight  [head_dim]
 //   output                    like input; what lies behind the key heads is copied
-#include "norm_op.h"
-
 #include <cmath>
 
 #include "kvconv/norm.h"
+#include "op_support.h"
+#include "ops.h"
 
 namespace kvconv {
 namespace {
@@ -41,21 +41,26 @@ template <Norm norm>
 class SkipNorm {
  public:
   static constexpr bool kIsLayer = norm == Norm::kLayer;
-  static constexpr const char* kOp = kIsLayer ? "SkipLayerNormalization" : "SkipRMSNormalization";
   static constexpr const char* kName =
       kIsLayer ? "kvconv::SkipLayerNormalization" : "kvconv::SkipRMSNormalization";
-  static constexpr std::size_t kNumInputs = kIsLayer ? 5 : 4;
+  static constexpr auto kInputNames = [] {
+    if constexpr (kIsLayer) {
+      return std::array{"input", "skip", "weight", "bias", "input_bias"};
+    } else {
+      return std::array{"input", "skip", "weight", "input_weight"};
+    }
+  }();
   static constexpr std::size_t kNumRequired = 3;
   static constexpr std::size_t kNumOutputs = 2;
 
   SkipNorm(const ort::Api* api, const ort::KernelInfo* info, ort::ElementType type)
-      : api(api), inputs_(api, info), type_(type), epsilon_(read_epsilon(api, info)) {}
+      : api(api), inputs_(api, info, kInputNames), type_(type), epsilon_(read_epsilon(api, info)) {}
 
   void compute(ort::KernelContext* context) const {
     const Tensor input = inputs_(context, 0);
     const Tensor skip = inputs_(context, 1);
-    require_type(input, "input", type_);
-    require_type(skip, "skip", type_);
+    require_type(input, type_);
+    require_type(skip, type_);
     if (input.shape.empty() || skip.shape != input.shape) {
       refuse(text("input has shape ", shape_text(input.shape), " and skip ", shape_text(skip.shape),
                   "; both must be [.., width]."));
@@ -68,12 +73,12 @@ class SkipNorm {
     p.type = data_type(type_);
     p.input = input.data;
     p.skip = skip.data;
-    p.weight = parameter(context, 2, "weight", input.shape);
+    p.weight = parameter(context, 2, input.shape);
     if constexpr (kIsLayer) {
-      p.bias = parameter(context, 3, "bias", input.shape);
-      p.input_bias = parameter(context, 4, "input_bias", input.shape);
+      p.bias = parameter(context, 3, input.shape);
+      p.input_bias = parameter(context, 4, input.shape);
     } else {
-      p.input_weight = parameter(context, 3, "input_weight", input.shape);
+      p.input_weight = parameter(context, 3, input.shape);
     }
     p.output = make_output(api, context, 0, input.shape);
     p.sum = make_output(api, context, 1, input.shape);
@@ -87,33 +92,31 @@ class SkipNorm {
 
  private:
   // The data of a [width] input; null where an optional one is absent.
-  const void* parameter(ort::KernelContext* context, std::size_t index, const char* name,
-                        const Shape& input) const {
+  const void* parameter(ort::KernelContext* context, std::size_t index, const Shape& input) const {
     const Tensor tensor = inputs_(context, index);
     if (!tensor.exists && index >= kNumRequired) return nullptr;
-    require_type(tensor, name, type_);
+    require_type(tensor, type_);
     if (tensor.shape != Shape{input.back()}) {
-      refuse(text(name, " has shape ", shape_text(tensor.shape), ", input ", shape_text(input),
-                  "; ", name, " must be as wide as input."));
+      refuse(text(tensor.name, " has shape ", shape_text(tensor.shape), ", input ",
+                  shape_text(input), "; ", tensor.name, " must be as wide as input."));
     }
     return tensor.data;
   }
 
-  InputReader<kNumInputs> inputs_;
+  InputReader<kInputNames.size()> inputs_;
   ort::ElementType type_;
   float epsilon_;
 };
 
 class HeadNorm {
  public:
-  static constexpr const char* kOp = "HeadRMSNormalization";
   static constexpr const char* kName = "kvconv::HeadRMSNormalization";
-  static constexpr std::size_t kNumInputs = 3;
+  static constexpr std::array kInputNames = {"input", "query_weight", "key_weight"};
   static constexpr std::size_t kNumRequired = 3;
   static constexpr std::size_t kNumOutputs = 1;
 
   HeadNorm(const ort::Api* api, const ort::KernelInfo* info, ort::ElementType type)
-      : api(api), inputs_(api, info), type_(type), epsilon_(read_epsilon(api, info)) {
+      : api(api), inputs_(api, info, kInputNames), type_(type), epsilon_(read_epsilon(api, info)) {
     num_heads_ = read_count(info, "num_heads");
     kv_num_heads_ = read_count(info, "kv_num_heads");
   }
@@ -122,9 +125,9 @@ class HeadNorm {
     const Tensor input = inputs_(context, 0);
     const Tensor query_weight = inputs_(context, 1);
     const Tensor key_weight = inputs_(context, 2);
-    require_type(input, "input", type_);
-    require_type(query_weight, "query_weight", type_);
-    require_type(key_weight, "key_weight", type_);
+    require_type(input, type_);
+    require_type(query_weight, type_);
+    require_type(key_weight, type_);
     if (query_weight.shape.size() != 1 || key_weight.shape != query_weight.shape ||
         query_weight.shape[0] == 0) {
       refuse(text("query_weight has shape ", shape_text(query_weight.shape), " and key_weight ",
@@ -166,7 +169,7 @@ class HeadNorm {
     return count;
   }
 
-  InputReader<kNumInputs> inputs_;
+  InputReader<kInputNames.size()> inputs_;
   ort::ElementType type_;
   float epsilon_;
   std::int64_t num_heads_;
@@ -174,31 +177,14 @@ class HeadNorm {
 };
 
 template <typename Node>
-struct NormOp : ort::CustomOp {
-  NormOp(ort::ElementType element_type) : element(element_type) {
-    get_name = [](const ort::CustomOp*) { return Node::kOp; };
-    get_execution_provider_type = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-    get_input_type = [](const ort::CustomOp* op, std::size_t) {
-      return static_cast<const NormOp*>(op)->element;
-    };
-    get_input_type_count = [](const ort::CustomOp*) { return Node::kNumInputs; };
-    get_output_type = get_input_type;
-    get_output_type_count = [](const ort::CustomOp*) { return Node::kNumOutputs; };
-    get_input_characteristic = [](const ort::CustomOp*, std::size_t index) {
-      return index < Node::kNumRequired ? ort::kRequired : ort::kOptional;
-    };
-    get_output_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
-    get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
-    create_kernel_v2 = [](const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
-                          void** node) {
-      return guarded(api, Node::kName,
-                     [&] { *node = new Node(api, info, static_cast<const NormOp*>(op)->element); });
-    };
-    kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
-      const auto* self = static_cast<const Node*>(node);
-      return guarded(self->api, Node::kName, [&] { self->compute(context); });
-    };
-    kernel_destroy = [](void* node) { delete static_cast<Node*>(node); };
+struct NormOp : CpuOp<NormOp<Node>, Node> {
+  NormOp(ort::ElementType element_type) : element(element_type) {}
+
+  ort::ElementType input_type(std::size_t) const { return element; }
+  ort::ElementType output_type(std::size_t) const { return element; }
+  static bool requires_input(std::size_t index) { return index < Node::kNumRequired; }
+  Node make_node(const ort::Api* api, const ort::KernelInfo* info) const {
+    return Node(api, info, element);
   }
 
   ort::ElementType element;

@@ -39,23 +39,23 @@ std::int64_t num_workers() {
 
 }  // namespace
 
-Shape::Shape(std::initializer_list<std::int64_t> dims) {
-  for (const std::int64_t dim : dims) push_back(dim);
+Shape::Shape(std::initializer_list<std::int64_t> dims) : rank_(dims.size()) {
+  std::copy(dims.begin(), dims.end(), begin());
 }
 
 bool Shape::operator==(const Shape& other) const {
   return std::equal(begin(), end(), other.begin(), other.end());
 }
 
-void Shape::resize(std::size_t rank) {
+void Shape::resize(std::size_t rank, const char* name) {
   if (rank > kMaxRank) {
-    refuse(text("a tensor has rank ", rank, "; this op takes at most ", kMaxRank, "."));
+    refuse(text(name, " has rank ", rank, "; this op takes at most ", kMaxRank, "."));
   }
   rank_ = rank;
 }
 
-void Shape::push_back(std::int64_t dim) {
-  resize(rank_ + 1);
+void Shape::push_back(std::int64_t dim, const char* name) {
+  resize(rank_ + 1, name);
   back() = dim;
 }
 
@@ -93,15 +93,17 @@ DataType data_type(ort::ElementType type) {
   return DataType::kFloat32;
 }
 
-void require_type(const Tensor& tensor, const char* name, ort::ElementType type) {
+void require_type(const Tensor& tensor, ort::ElementType type) {
   if (!tensor.exists || tensor.type == type) return;
-  refuse(text(name, " has ONNX element type ", tensor.type, "; this node takes ", type, "."));
+  refuse(
+      text(tensor.name, " has ONNX element type ", tensor.type, "; this node takes ", type, "."));
 }
 
 namespace {
 
-Tensor read_value(const ort::Api* api, const ort::Value* value) {
+Tensor read_value(const ort::Api* api, const ort::Value* value, const char* name) {
   Tensor tensor;
+  tensor.name = name;
   if (value == nullptr) return tensor;
   tensor.exists = true;
 
@@ -115,7 +117,7 @@ Tensor read_value(const ort::Api* api, const ort::Value* value) {
   throw_if_failed(ort::get_tensor_element_type(api, info, &tensor.type));
   std::size_t rank = 0;
   throw_if_failed(ort::get_dimensions_count(api, info, &rank));
-  tensor.shape.resize(rank);
+  tensor.shape.resize(rank, name);
   throw_if_failed(ort::get_dimensions(api, info, tensor.shape.data(), rank));
 
   void* data = nullptr;  // the ABI has no const variant at this version; nothing is written
@@ -126,17 +128,19 @@ Tensor read_value(const ort::Api* api, const ort::Value* value) {
 
 }  // namespace
 
-Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index) {
+Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index,
+                  const char* name) {
   const ort::Value* value = nullptr;
   throw_if_failed(ort::get_input(api, context, index, &value));
-  return read_value(api, value);
+  return read_value(api, value, name);
 }
 
-Tensor read_constant(const ort::Api* api, const ort::KernelInfo* info, std::size_t index) {
+Tensor read_constant(const ort::Api* api, const ort::KernelInfo* info, std::size_t index,
+                     const char* name) {
   int is_constant = 0;
   const ort::Value* value = nullptr;
   throw_if_failed(ort::get_constant_input(api, info, index, &is_constant, &value));
-  return read_value(api, is_constant != 0 ? value : nullptr);
+  return read_value(api, is_constant != 0 ? value : nullptr, name);
 }
 
 void* make_output(const ort::Api* api, ort::KernelContext* context, std::size_t index,

@@ -10,6 +10,7 @@
 #include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "kvconv/kernel.h"
@@ -86,9 +87,9 @@ class Shape {
   std::int64_t back() const { return dims_[rank_ - 1]; }
   bool operator==(const Shape& other) const;
 
-  // Refuses more than kMaxRank; new dimensions are 0.
-  void resize(std::size_t rank);
-  void push_back(std::int64_t dim);
+  // Refuses a rank of more than kMaxRank, naming the tensor. What new dimensions are is undefined.
+  void resize(std::size_t rank, const char* name);
+  void push_back(std::int64_t dim, const char* name);
 
   // The product of all dimensions but the last.
   std::int64_t num_rows() const;
@@ -100,6 +101,7 @@ class Shape {
 
 // An input as the graph gives it; an absent optional input has no value.
 struct Tensor {
+  const char* name = "";  // the op's for this input
   bool exists = false;
   ort::ElementType type = ort::kFloat32;
   Shape shape;
@@ -114,24 +116,29 @@ ort::ElementType element_type(DataType type);
 DataType data_type(ort::ElementType type);
 
 // Refuses an input of another type, unless it is absent.
-void require_type(const Tensor& tensor, const char* name, ort::ElementType type);
+void require_type(const Tensor& tensor, ort::ElementType type);
 
-Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index);
+Tensor read_input(const ort::Api* api, const ort::KernelContext* context, std::size_t index,
+                  const char* name);
 
 // An input that is a constant of the graph; any other counts as absent.
-Tensor read_constant(const ort::Api* api, const ort::KernelInfo* info, std::size_t index);
+Tensor read_constant(const ort::Api* api, const ort::KernelInfo* info, std::size_t index,
+                     const char* name);
 
 // Reads a node's inputs. Constants, which stay where they are as long as the session lives, are
 // read once: asking ONNX Runtime for a tensor takes as long as a short row of arithmetic.
 template <std::size_t count>
 class InputReader {
  public:
-  InputReader(const ort::Api* api, const ort::KernelInfo* info) : api_(api) {
-    for (std::size_t i = 0; i < count; ++i) constants_[i] = read_constant(api, info, i);
+  InputReader(const ort::Api* api, const ort::KernelInfo* info,
+              const std::array<const char*, count>& names)
+      : api_(api) {
+    for (std::size_t i = 0; i < count; ++i) constants_[i] = read_constant(api, info, i, names[i]);
   }
 
   Tensor operator()(const ort::KernelContext* context, std::size_t index) const {
-    return constants_[index].exists ? constants_[index] : read_input(api_, context, index);
+    const Tensor& constant = constants_[index];
+    return constant.exists ? constant : read_input(api_, context, index, constant.name);
   }
 
  private:
@@ -195,6 +202,46 @@ class Pool {
   const ort::Api* api_;
   const ort::KernelContext* context_;
   ort::Status* failure_ = nullptr;
+};
+
+// An entry of an op's table, all but what tells the entries apart.
+//
+// Op, the derived class, has input_type(index), output_type(index), requires_input(index), and
+// make_node(api, info) for a node of a session. A Node has kName ("kvconv::" and the op's name),
+// kInputNames, kNumOutputs, api, and compute(context) for a run. The last of each throws OpError.
+template <typename Op, typename Node>
+struct CpuOp : ort::CustomOp {
+  CpuOp() {
+    get_name = [](const ort::CustomOp*) {
+      return Node::kName + std::string_view("kvconv::").size();
+    };
+    get_execution_provider_type = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+    get_input_type = [](const ort::CustomOp* op, std::size_t index) {
+      return static_cast<const Op*>(op)->input_type(index);
+    };
+    get_input_type_count = [](const ort::CustomOp*) -> std::size_t {
+      return Node::kInputNames.size();
+    };
+    get_output_type = [](const ort::CustomOp* op, std::size_t index) {
+      return static_cast<const Op*>(op)->output_type(index);
+    };
+    get_output_type_count = [](const ort::CustomOp*) -> std::size_t { return Node::kNumOutputs; };
+    get_input_characteristic = [](const ort::CustomOp*, std::size_t index) {
+      return Op::requires_input(index) ? ort::kRequired : ort::kOptional;
+    };
+    get_output_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
+    get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
+    create_kernel_v2 = [](const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
+                          void** node) {
+      return guarded(api, Node::kName,
+                     [&] { *node = new Node(static_cast<const Op*>(op)->make_node(api, info)); });
+    };
+    kernel_compute_v2 = [](void* node, ort::KernelContext* context) {
+      const auto* self = static_cast<const Node*>(node);
+      return guarded(self->api, Node::kName, [&] { self->compute(context); });
+    };
+    kernel_destroy = [](void* node) { delete static_cast<Node*>(node); };
+  }
 };
 
 }  // namespace kvconv

@@ -18,13 +18,12 @@ std::int64_t read_size(const ort::Api* api, const ort::KernelInfo* info, const c
   return value;
 }
 
-void require_shape(const Tensor& tensor, const char* name, const Shape& expected,
-                   const char* axes) {
+void require_shape(const Tensor& tensor, const Shape& expected, const char* axes) {
   if (tensor.shape == expected) return;
   // Version 1 of the operators had a row of this matrix to a row of the tensor.
   const char* remedy = tensor.shape.size() == 2 ? " Export the model again." : "";
-  refuse(text(name, " has shape ", shape_text(tensor.shape), "; it must be ", shape_text(expected),
-              ": ", axes, ".", remedy));
+  refuse(text(tensor.name, " has shape ", shape_text(tensor.shape), "; it must be ",
+              shape_text(expected), ": ", axes, ".", remedy));
 }
 
 }  // namespace
@@ -45,17 +44,17 @@ QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::Kernel
 }
 
 void read_quantized_inputs(const Tensor& data, const Tensor& scales, const Tensor& zero_points,
-                           const QuantizedInputNames& names, QuantizedMatrix* matrix) {
-  require_type(data, names.data, ort::kUInt8);
-  require_type(scales, names.scales, element_type(matrix->scale_type));
+                           QuantizedMatrix* matrix) {
+  require_type(data, ort::kUInt8);
+  require_type(scales, element_type(matrix->scale_type));
   constexpr std::int64_t kGroupRows = QuantizedMatrix::kGroupRows;
   const Shape blocks = {matrix->num_groups(), matrix->num_blocks(), kGroupRows};
-  require_shape(data, names.data, {matrix->num_groups(), matrix->row_words(), kGroupRows, 4},
+  require_shape(data, {matrix->num_groups(), matrix->row_words(), kGroupRows, 4},
                 "[ceil(N / 16), ceil(K / block_size) * block_size * bits / 32, 16, 4]");
-  require_shape(scales, names.scales, blocks, kBlocksAxes);
+  require_shape(scales, blocks, kBlocksAxes);
   if (zero_points.exists) {
-    require_type(zero_points, names.zero_points, element_type(matrix->scale_type));
-    require_shape(zero_points, names.zero_points, blocks, kBlocksAxes);
+    require_type(zero_points, element_type(matrix->scale_type));
+    require_shape(zero_points, blocks, kBlocksAxes);
   }
   matrix->data = static_cast<const std::uint8_t*>(data.data);
   matrix->scales = scales.data;

@@ -1,4 +1,4 @@
-// The quantised matrix of a node, as the faces of the ops over one share it.
+// What the faces of the ops over a quantised matrix share: their inputs, and how they read it.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,21 @@
 
 namespace kvconv {
 
-// The names that an op gives a quantised matrix's inputs in its complaints.
-struct QuantizedInputNames {
-  const char* data;
-  const char* scales;
-  const char* zero_points;
+enum MatMulInput : std::size_t {
+  kMatMulA,
+  kMatMulB,
+  kMatMulScales,
+  kMatMulZeroPoints,
+  kMatMulBias,
+  kNumMatMulInputs,
+};
+
+enum GatherInput : std::size_t {
+  kGatherData,
+  kGatherIndices,
+  kGatherScales,
+  kGatherZeroPoints,
+  kNumGatherInputs,
 };
 
 // Reads and checks N, K, bits and block_size; throws OpError. All else of the matrix is left for a
@@ -22,6 +32,6 @@ QuantizedMatrix read_quantized_attributes(const ort::Api* api, const ort::Kernel
 // Fills in the matrix of a run from its inputs. `matrix` holds the attributes. Throws OpError,
 // naming both shapes that disagree.
 void read_quantized_inputs(const Tensor& data, const Tensor& scales, const Tensor& zero_points,
-                           const QuantizedInputNames& names, QuantizedMatrix* matrix);
+                           QuantizedMatrix* matrix);
 
 }  // namespace kvconv

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from kvconv import custom_ops, names
+from kvconv import names
+from kvconv.bench.session import open_session
 
 SHAPES = "960x576,576x576,3072x576,576x1536,49152x576"
 MAX_BYTES = 160_000_000  # of float32 weights in one graph
@@ -65,18 +66,7 @@ def make_session(
             if name
         ],
     )
-    opsets = [
-        helper.make_opsetid("", 21),
-        helper.make_opsetid(names.OP_DOMAIN, names.OP_VERSION),
-        helper.make_opsetid(names.ORT_DOMAIN, 1),
-    ]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    custom_ops.register(options)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return open_session(graph, threads=threads)
 
 
 def make_weights(arguments: argparse.Namespace, outputs: int, inputs: int) -> list[Tensors]:

@@ -172,14 +172,20 @@ class Verification:
             VerificationError: Its logits differ from PyTorch's by more than the tolerance.
         """
         is_quantized = any(check.name == FLOAT_WEIGHTS for check in self.checks)
-        remedy = (
-            "A mixture of experts may need --accuracy-level 1; otherwise please report this model"
-            if is_quantized
-            else "Please report this model"
-        )
         for check in self.checks:
             if not check.passed:
                 tolerance = self.tolerance or 0.0
+                remedy = "Please report this model"
+                if check.name == FLOAT_WEIGHTS:
+                    remedy = (
+                        "Weights that lose too much in so few bits need --weights int8 or "
+                        "--block-size 16; otherwise please report this model"
+                    )
+                elif is_quantized:
+                    remedy = (
+                        "A mixture of experts may need --accuracy-level 2, or 1; otherwise please "
+                        "report this model"
+                    )
                 raise VerificationError(
                     f"The bundle differs from PyTorch: in the check {check.name!r} "
                     f"{' and '.join(check.exceeded)}; {check.top1:.1%} of the most likely tokens "

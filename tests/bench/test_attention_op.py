@@ -80,14 +80,14 @@ def test_variants_differ() -> None:
 
 
 def test_ops_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = attention_op._model
+    build = attention_op._graph
 
     def wrong(case, op, available):
         changed = dataclasses.replace(case, variant="plain") if op == "FlashAttention" else case
         return build(changed, op, [name for name in available if name != "head_sink"]
                      if op == "FlashAttention" else available)  # fmt: skip
 
-    monkeypatch.setattr(attention_op, "_model", wrong)
+    monkeypatch.setattr(attention_op, "_graph", wrong)
     with pytest.raises(KvconvError, match="differ by"):
         next(measure_attention([Case("prefill", 24, HEADS, "head_sink")], threads=1, repeats=1))
 

@@ -108,3 +108,10 @@ def test_rounding_twice_changes_nothing():
         noise(8, 96), bits=4, block_size=32, zero_points="float", scale_dtype=torch.float16
     ).dequantize(4)
     assert loss(once, 4) < 1e-3
+
+
+@pytest.mark.parametrize(("zero_points", "bits"), [("integer", 8), ("float", 8), ("none", 5)])
+def test_a_combination_that_does_not_exist_is_refused(zero_points, bits):
+    words = f"bits is {bits} and zero_points is '{zero_points}'; bits is 4, or 8 with 'none'"
+    with pytest.raises(ValueError, match=words):
+        loss(noise(2, 64), bits, zero_points=zero_points)

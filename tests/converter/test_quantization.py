@@ -199,16 +199,24 @@ def test_weights_on_a_grid_stay_small():
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"pure": True}, {(4, 32), (4, 16)}),
-        ({"pure": True, "block_size": 64}, {(4, 64)}),
-        ({"block_size": 32}, {(4, 32), (8, 32)}),
-        ({"weights": "int8", "block_size": 128}, {(8, 128)}),
+        ({"pure": True}, {"qkv": (4, 32), "o": (4, 32), "head": (4, 32)}),
+        ({"pure": True, "block_size": 64}, {"qkv": (4, 64), "o": (4, 64), "head": (4, 64)}),
+        ({"block_size": 32}, {"qkv": (8, 32), "o": (4, 32), "head": (8, 32)}),
+        ({"weights": "int8"}, {"qkv": (8, 32), "o": (8, 32), "head": (8, 32)}),
+        (
+            {"weights": "int8", "accuracy_level": 4},
+            {"qkv": (8, 16), "o": (8, 16), "head": (8, 16)},
+        ),
+        (
+            {"weights": "int8", "block_size": 128},
+            {"qkv": (8, 128), "o": (8, 128), "head": (8, 128)},
+        ),
     ],
 )
 def test_what_is_asked_for_is_done(options, wanted):
     model = attention_like()
     quantize(model, ExportOptions(**{"weights": "int4"} | options))
-    assert set(bits_by_weight(model).values()) <= wanted
+    assert bits_by_weight(model) == wanted
 
 
 def test_a_router_stays_float():
@@ -228,16 +236,61 @@ def test_a_router_stays_float():
     assert report.float_bytes == WIDTH * 64 * 4
 
 
-def test_a_table_is_no_linear_weight():
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [([2, 4, 3, WIDTH], "head"), ([4, 6, WIDTH], "expert, all of which are computed")],
+)
+def test_a_stack_of_matrices_stays_float_and_says_what_it_is(shape, what):
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["parts"]),
+        helper.make_node("MatMul", ["parts", "stack"], ["y"]),
+    ]
+    values = {"shape": np.array(shape), "stack": weight(4, WIDTH, 8)}
+    model = graph(nodes, values, sizes={"parts": shape})
+    report, _ = quantize(model, ExportOptions(weights="int4"))
+    assert report.left_bytes == {f"a stack of matrices, one for each {what}": 4 * WIDTH * 8 * 4}
+
+
+@pytest.mark.parametrize("rows", [64, 4])
+def test_a_table_stays_float_and_is_reported_unless_it_is_small(rows):
     nodes = [
         helper.make_node("Gather", ["positions", "which"], ["row"]),
         helper.make_node("MatMul", ["x", "w"], ["z"]),
         helper.make_node("Add", ["z", "row"], ["y"]),
     ]
-    values = {"positions": weight(64, 64), "which": np.array(3), "w": weight(WIDTH, 64)}
+    values = {"positions": weight(rows, 64), "which": np.array(3), "w": weight(WIDTH, 64)}
     report, _ = quantize(graph(nodes, values), ExportOptions(weights="int4"))
     assert report.float_bytes == WIDTH * 64 * 4
+    reason = "a table whose rows are not chosen by token ids alone"
+    assert report.left_bytes == ({reason: rows * 64 * 4} if rows > 4 else {})
+
+
+@pytest.mark.parametrize("attention", FLAVOURS)
+def test_an_embedding_of_reshaped_token_ids_is_quantised(tmp_path, attention):
+    """GPT-2 gives its ids two axes before it looks them up."""
+    nodes = [
+        helper.make_node("Reshape", [names.INPUT_IDS, "flat"], ["row"]),
+        helper.make_node("Cast", ["row"], ["ids"], to=TensorProto.INT64),
+        helper.make_node("Gather", ["wte", "ids"], ["embedded"]),
+        helper.make_node("Reshape", ["embedded", "shape"], ["y"]),
+    ]
+    values = {"wte": weight(VOCAB_SIZE, 64)}
+    values |= {"flat": np.array([1, -1]), "shape": np.array([2, 3, 64])}
+
+    def make():
+        sizes = {"embedded": [1, "rows", 64]}
+        model = graph(nodes, values, inputs=(names.INPUT_IDS,), sizes=sizes)
+        for node in model.graph:
+            if node.op_type in ("Reshape", "Cast") and node.outputs[0].name != "y":
+                node.outputs[0].shape = ir.Shape([1, "rows"])
+        return model
+
+    options = ExportOptions(weights="int4", attention=attention)
+    before, after, report, found = both(tmp_path, make, options)
+    assert names.GATHER_NBITS in {node.op_type for node in found}
+    assert report.float_bytes == VOCAB_SIZE * 64 * 4
     assert report.left_bytes == {}
+    assert_near(after[0], before[0], 4)
 
 
 @pytest.mark.parametrize(("rows", "refused"), [(64, True), (2, False)])
@@ -255,12 +308,14 @@ def test_what_nobody_foresaw_is_refused_above_5_percent(rows, refused):
         quantize(model, ExportOptions(weights="int4"))
 
 
-def test_a_weight_that_is_not_finite_is_refused_by_name():
+@pytest.mark.parametrize("attention", FLAVOURS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_refused_by_name(attention, value):
     broken = weight(WIDTH, 64)
-    broken[3, 5] = np.nan
+    broken[3, 5] = value
     model = graph([helper.make_node("MatMul", ["x", "layer.w"], ["y"])], {"layer.w": broken})
     with pytest.raises(ExportError, match=r"layer\.w holds infinities or NaN"):
-        quantize(model, ExportOptions(weights="int4"))
+        quantize(model, ExportOptions(weights="int4", attention=attention))
 
 
 @pytest.mark.parametrize(("size", "scales"), [(1.0, "FLOAT16"), (1e-7, "FLOAT"), (1e7, "FLOAT")])
@@ -270,6 +325,33 @@ def test_scales_that_float16_cannot_hold_are_float32(size, scales):
     quantize(model, ExportOptions(weights="int4"))
     assert model.graph.initializers["w.scales"].const_value.dtype.name == scales
     assert np.isfinite(model.graph.initializers["w.scales"].const_value.numpy()).all()
+
+
+@pytest.mark.parametrize(("reach", "refused"), [(2.0**-9, False), (2.0**-12, True), (0, False)])
+def test_scales_that_float16_cannot_hold_are_refused_where_they_must_be_float16(reach, refused):
+    values = {"layer.w": np.full((WIDTH, 64), reach, np.float16)}
+    model = graph([helper.make_node("MatMul", ["x", "layer.w"], ["y"])], values)
+    options = ExportOptions(weights="int8", dtype="float16", attention="standard")
+    if not refused:
+        quantize(model, options)
+        assert model.graph.initializers["layer.w.scales"].dtype == ir.DataType.FLOAT16
+        return
+    with pytest.raises(ExportError, match=r"layer\.w .* 2\.4e-04 .* --dtype float32 or"):
+        quantize(model, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 20}, "block_size is 20; it is one of 16, 32, 64, 128, 256"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"accuracy_level": 3}, "accuracy_level is 3; it is one of 1, 2, 4"),
+        ({"accuracy_level": 0}, "accuracy_level is 0"),
+    ],
+)
+def test_a_value_that_does_not_exist_is_refused_at_once(options, words):
+    with pytest.raises(ValueError, match=words):
+        ExportOptions(weights="int4", **options)
 
 
 def test_asymmetric_int8_is_refused():

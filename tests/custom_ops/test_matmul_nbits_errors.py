@@ -39,7 +39,7 @@ def gather_inputs() -> Inputs:
 
 MATMUL_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
     "A width": ({"A": zeros(2, 71)}, ["A", "[2, 71]", "K 70"]),
-    "A rank": ({"A": zeros(1, 1, 1, 1, 1, 1, 1, 2, 70)}, ["rank 9", "at most 8"]),
+    "A rank": ({"A": zeros(1, 1, 1, 1, 1, 1, 1, 2, 70)}, ["A has rank 9", "at most 8"]),
     "A scalar": ({"A": zeros()}, ["A", "[]", "K 70"]),
     "B by rows": (
         {"B": zeros(22, 48, kind="uint8")},
@@ -65,7 +65,7 @@ GATHER_ERRORS: dict[str, tuple[Inputs, list[str]]] = {
     "zero points": ({"zero_points": zeros(2, 2, 16)}, ["zero_points", "[2, 2, 16]", BLOCKS]),
     "indices rank": (
         {"indices": zeros(1, 1, 1, 1, 1, 1, 1, 1, kind="int64")},
-        ["rank 9", "at most 8"],
+        ["Y has rank 9", "at most 8"],
     ),
     "index of a filling row": ({"indices": np.array([0, 22])}, ["holds 22", "22 rows", "to 21"]),
     "index small": ({"indices": np.array([-23])}, ["holds -23", "from -22"]),

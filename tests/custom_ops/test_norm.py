@@ -7,10 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from onnx import helper
 
 import one_node
-from kvconv import custom_ops, names
+from kvconv import names
 
 EPSILON = 1e-3
 TOLERANCES = {"float32": 2e-6, "float16": 2e-3}
@@ -20,32 +19,13 @@ Arrays = Mapping[str, npt.NDArray[Any] | None]
 
 def open_session(op: str, inputs: Arrays, epsilon: float = EPSILON) -> ort.InferenceSession:
     """Open a session of one skip norm; None where an optional input is absent."""
-    given = {name: array for name, array in inputs.items() if array is not None}
-    node = helper.make_node(
+    return one_node.make_session(
         op,
-        [name if name in given else "" for name in inputs],
-        ["output", "sum"],
-        domain=names.OP_DOMAIN,
-        epsilon=epsilon,
-    )
-    kinds = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in given.items()}
-    graph = helper.make_graph(
-        [node],
-        "one_node",
-        [
-            helper.make_tensor_value_info(name, kinds[name], [None] * array.ndim)
-            for name, array in given.items()
-        ],
-        [helper.make_tensor_value_info(name, kinds["input"], None) for name in ("output", "sum")],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(names.OP_DOMAIN, names.OP_VERSION)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 2
-    options.log_severity_level = 4
-    custom_ops.register(options)
-    return ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        inputs,
+        {"epsilon": epsilon},
+        outputs=("output", "sum"),
+        output_type=np.asarray(inputs["input"]).dtype,
+        threads=2,
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvconv import names
 
-SOURCE = Path(__file__).parents[2] / "custom_ops/src/attention_check.cc"
+SOURCE = Path(__file__).parents[2] / "custom_ops/src/attention_op.h"
 
 
 def test_inputs_have_the_same_names_in_the_same_order():

@@ -10,21 +10,11 @@
 //
 // Nothing here may call a shared inline function (no standard containers or algorithms): the
 // linker could pick this file's copy, compiled for newer processors, for everybody.
-#include "kvconv/attention.h"
-#include "kvconv/float16.h"
-
-#if defined(KVCONV_USE_AVX512)
-#include "vec_avx512.h"
-#elif defined(KVCONV_USE_AVX2)
-#include "vec_avx2.h"
-#else
-#include "vec_generic.h"
-#endif
-
-#include "vec_math.h"
-// After the vectors that they compute with.
 #include "flash_rows.h"
 #include "flash_strips.h"
+#include "kvconv/attention.h"
+#include "kvconv/float16.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

@@ -1,12 +1,13 @@
 // The cache of the flash kernel: rotary embedding, and the append of new keys and values.
 //
-// Included by attention_flash.cc only, after vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

@@ -1,7 +1,7 @@
 // How a run of the flash kernel is divided into tasks, and the memory that each worker gets.
 //
 // The division depends on shapes alone, so a result does not depend on the number of threads.
-// Included by attention_flash.cc only, after a vec_*.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +9,7 @@
 
 #include "kvconv/attention.h"
 #include "tasks.h"
+#include "vec.h"
 
 namespace kvconv {
 namespace {
@@ -24,8 +25,6 @@ constexpr std::int64_t kLeastTasks = 4;            // tasks
 constexpr std::int64_t kWantedTasks = 64;
 constexpr float kSerialProducts = 48e3F;     // fewer take two threads no less time than one
 constexpr std::int64_t kAppendTokens = 256;  // new tokens that one task appends
-
-static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Calls body(worker, first, end) for runs of neighbouring tasks, long ones first: a worker that
 // goes on where it left off knows what it reads next.
@@ -112,6 +111,11 @@ Block block_of(const AttentionParams& p, const Division& d, std::int64_t index) 
   const std::int64_t first_row = (d.num_blocks - 1 - index / d.num_heads) * d.block_rows;
   return {head / p.kv_num_heads, head % p.kv_num_heads, first_row,
           min_of(d.block_rows, d.rows - first_row)};
+}
+
+// The cache's row at which the block's head begins.
+std::int64_t cache_row_of(const AttentionParams& p, const Block& block) {
+  return (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
 }
 
 // Slots, first and one after the last; sinks count in the first range of a block.

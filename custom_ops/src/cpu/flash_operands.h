@@ -1,6 +1,6 @@
 // What both ways of attending read beside the cache: queries, mask, bias and sinks.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "flash_division.h"
 #include "flash_tile.h"
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
@@ -48,10 +49,19 @@ void load_bias(const AttentionParams& p, const Division& d, const Block& block, 
   for (std::int64_t t = 0; t < keys; ++t) bias[t] *= kLog2E;
 }
 
-std::int64_t count_attended(const std::int64_t* mask, std::int64_t keys) {
-  std::int64_t count = 0;
-  for (std::int64_t t = 0; t < keys; ++t) count += mask[t] != 0;
-  return count;
+// What attention_mask says of a tile of keys.
+struct TileMask {
+  const std::int64_t* keys;  // null where all are attended
+  bool hides_all;
+};
+
+TileMask tile_mask(const AttentionParams& p, const Block& block, std::int64_t first,
+                   std::int64_t keys) {
+  if (p.attention_mask == nullptr) return {nullptr, false};
+  const std::int64_t* mask = p.attention_mask + block.batch * p.mask_width + first;
+  std::int64_t num_attended = 0;
+  for (std::int64_t t = 0; t < keys; ++t) num_attended += mask[t] != 0;
+  return {num_attended == keys ? nullptr : mask, num_attended == 0};
 }
 
 // Sets maxima and sums to nothing seen yet; in the first range a sink is a logit that has been.

@@ -1,7 +1,7 @@
 // The arithmetic on one tile of keys and few rows: products of queries with keys, and sums of
 // weighted values. Vector lanes are elements of a head.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "flash_division.h"
 #include "kvconv/attention.h"
 #include "kvconv/float16.h"
+#include "vec.h"
 
 namespace kvconv {
 namespace {

@@ -1,6 +1,6 @@
 // Attention of few rows (decode): each key and value is read once, vectors lie along the heads.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
@@ -8,36 +8,31 @@
 #include "flash_operands.h"
 #include "flash_row_tile.h"
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
 
-// Calls body(first row, number of rows) for groups of at most kMaxDotRows rows, the number as a
-// type that converts to it.
-template <int rows>
-struct Count {
-  static constexpr int value = rows;
-};
+// Calls body(first row, Constant of the number of rows) for groups of at most kMaxDotRows rows.
 template <typename Body>
 void for_each_row_group(std::int64_t num_rows, const Body& body) {
   std::int64_t r = 0;
   if constexpr (kMaxDotRows >= 4) {
-    for (; num_rows - r >= 4; r += 4) body(r, Count<4>());
+    for (; num_rows - r >= 4; r += 4) body(r, Constant<4>());
   }
   if constexpr (kMaxDotRows >= 3) {
-    for (; num_rows - r >= 3 && num_rows - r != 4; r += 3) body(r, Count<3>());
+    for (; num_rows - r >= 3 && num_rows - r != 4; r += 3) body(r, Constant<3>());
   }
-  for (; num_rows - r >= 2; r += 2) body(r, Count<2>());
-  if (r < num_rows) body(r, Count<1>());
+  for (; num_rows - r >= 2; r += 2) body(r, Constant<2>());
+  if (r < num_rows) body(r, Constant<1>());
 }
 
 // The keys of the first tile of a range.
 Memory first_keys(const AttentionParams& p, const Division& d, const Block& block,
                   const Range& range) {
-  const std::int64_t cache_head =
-      (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
   const std::int64_t key_bytes = p.head_dim * bytes_of(p.cache_type);
-  return {static_cast<const char*>(p.present_key) + (cache_head + range.begin) * key_bytes,
+  const std::int64_t row = cache_row_of(p, block) + range.begin;
+  return {static_cast<const char*>(p.present_key) + row * key_bytes,
           min_of(d.key_tile, range.end - range.begin) * key_bytes};
 }
 
@@ -106,33 +101,28 @@ template <DataType type>
 void attend_rows(const AttentionParams& p, const Division& d, const Block& block,
                  const Range& range, const Memory& after, bool skips_zero_weights,
                  const Scratch& scratch, const Partial& partial) {
-  const std::int64_t cache_head =
-      (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(block.num_rows * d.value_width) * sizeof(float));
   for (std::int64_t slot = range.begin; slot < range.end; slot += d.key_tile) {
     const std::int64_t keys = min_of(d.key_tile, range.end - slot);
-    const std::int64_t* mask = p.attention_mask == nullptr
-                                   ? nullptr
-                                   : p.attention_mask + block.batch * p.mask_width + slot;
-    const std::int64_t num_attended = mask == nullptr ? keys : count_attended(mask, keys);
-    if (num_attended == 0) continue;
-    if (num_attended == keys) mask = nullptr;
-    const RowTile tile{p.present_key, p.present_value, (cache_head + slot) * p.head_dim,
-                       (cache_head + slot) * p.value_head_dim, keys};
+    const TileMask mask = tile_mask(p, block, slot, keys);
+    if (mask.hides_all) continue;
+    const std::int64_t cache_row = cache_row_of(p, block) + slot;
+    const RowTile tile{p.present_key, p.present_value, cache_row * p.head_dim,
+                       cache_row * p.value_head_dim, keys};
     const std::int64_t num_groups = ceil_div(block.num_rows, kMaxDotRows);
     const std::int64_t value_bytes = p.value_head_dim * bytes_of(type);
-    Calls values({static_cast<const char*>(p.present_value) + (cache_head + slot) * value_bytes,
-                  keys * value_bytes},
-                 num_groups * (keys / kDotKeys));
+    Calls values(
+        {static_cast<const char*>(p.present_value) + cache_row * value_bytes, keys * value_bytes},
+        num_groups * (keys / kDotKeys));
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
       dot_rows<type, count.value>(p, d, tile, scratch.queries + r * d.key_width,
                                   scratch.scores + r * kFewRowsKeyTile, values);
     });
     for (std::int64_t r = 0; r < block.num_rows; ++r) {
       scratch.alpha[r] =
-          weigh_row(p, d, block, r, slot, keys, mask, scratch.scores + r * kFewRowsKeyTile, scratch,
-                    partial.maximum + r, partial.sum + r);
+          weigh_row(p, d, block, r, slot, keys, mask.keys, scratch.scores + r * kFewRowsKeyTile,
+                    scratch, partial.maximum + r, partial.sum + r);
     }
     if (skips_zero_weights) {
       mix_skipping_zeros<type>(p, d, tile, block.num_rows, scratch.scores, partial.accumulator,

@@ -1,12 +1,13 @@
 // Attention of a block of many rows: strips of rows take turns on each tile of keys.
 //
-// Included by attention_flash.cc only, after a vec_*.h and vec_math.h; internal linkage throughout.
+// Included by attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
 
 #include "flash_operands.h"
 #include "kvconv/attention.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
@@ -60,10 +61,10 @@ void add_strip_bias(const AttentionParams& p, const Division& d, const Block& bl
 }
 
 // The tile's rows of a cache head as float32 [keys, width]: in place, or widened into `buffer`.
-const float* tile_of(const AttentionParams& p, const void* present, std::int64_t slot,
+const float* tile_of(const AttentionParams& p, const void* present, std::int64_t row,
                      std::int64_t keys, std::int64_t width, float* buffer) {
-  if (p.cache_type == DataType::kFloat32) return static_cast<const float*>(present) + slot * width;
-  widen(static_cast<const char*>(present) + slot * width * bytes_of(p.cache_type), p.cache_type,
+  if (p.cache_type == DataType::kFloat32) return static_cast<const float*>(present) + row * width;
+  widen(static_cast<const char*>(present) + row * width * bytes_of(p.cache_type), p.cache_type,
         buffer, keys * width);
   return buffer;
 }
@@ -125,21 +126,16 @@ void attend_strip(const AttentionParams& p, const Division& d, const Block& bloc
 void attend_strips(const AttentionParams& p, const Division& d, const Block& block,
                    const Range& range, bool skips_zero_weights, const Scratch& scratch,
                    const Partial& partial) {
-  const std::int64_t cache_head =
-      (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
   std::memset(scratch.strips, 0,
               static_cast<std::size_t>(d.block_rows * d.value_width) * sizeof(float));
   for (std::int64_t tile = range.begin; tile < range.end; tile += kKeyTile) {
     const std::int64_t keys = min_of(kKeyTile, range.end - tile);
-    const std::int64_t* mask = p.attention_mask == nullptr
-                                   ? nullptr
-                                   : p.attention_mask + block.batch * p.mask_width + tile;
-    const std::int64_t num_attended = mask == nullptr ? keys : count_attended(mask, keys);
-    if (num_attended == 0) continue;
-    const float* key_tile =
-        tile_of(p, p.present_key, cache_head + tile, keys, p.head_dim, scratch.keys);
+    const TileMask mask = tile_mask(p, block, tile, keys);
+    if (mask.hides_all) continue;
+    const std::int64_t cache_row = cache_row_of(p, block) + tile;
+    const float* key_tile = tile_of(p, p.present_key, cache_row, keys, p.head_dim, scratch.keys);
     const float* value_tile =
-        tile_of(p, p.present_value, cache_head + tile, keys, p.value_head_dim, scratch.values);
+        tile_of(p, p.present_value, cache_row, keys, p.value_head_dim, scratch.values);
     for (std::int64_t first = 0; first < block.num_rows; first += kStripRows) {
       const Strip strip = strip_at(d, block, scratch, first);
       const std::int64_t row = block.first_row + first;
@@ -149,8 +145,8 @@ void attend_strips(const AttentionParams& p, const Division& d, const Block& blo
       if (skipped >= end) continue;
       attend_strip(p, d, block, strip, tile + skipped, end - skipped,
                    key_tile + skipped * p.head_dim, value_tile + skipped * p.value_head_dim,
-                   num_attended == keys ? nullptr : mask + skipped, skips_zero_weights, scratch,
-                   partial);
+                   mask.keys == nullptr ? nullptr : mask.keys + skipped, skips_zero_weights,
+                   scratch, partial);
     }
   }
 }

@@ -3,11 +3,13 @@
 //
 // Vector lanes are query rows, so a tile of scores is [key, row] and nothing is ever summed across
 // lanes. Scores are in units of ln 2, except where a softcap is still to be applied. Included by
-// attention_flash.cc only, after a vec_*.h; internal linkage throughout.
+// attention_flash.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {

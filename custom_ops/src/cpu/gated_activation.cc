@@ -5,18 +5,8 @@
 #include "kvconv/gated_activation.h"
 
 #include "kvconv/float16.h"
-
-#if defined(KVCONV_USE_AVX512)
-#include "vec_avx512.h"
-#elif defined(KVCONV_USE_AVX2)
-#include "vec_avx2.h"
-#else
-#include "vec_generic.h"
-#endif
-
-#include "vec_math.h"
-// After the vectors that they compute with.
 #include "tasks.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
@@ -115,12 +105,12 @@ void run_strip(const char* gate, const char* up, char* output, DataType type, st
 template <Activation activation>
 void run_rows(const GatedActivationParams& p, const ParallelFor& parallel_for) {
   const std::int64_t element_bytes = bytes_of(p.type);
-  const std::int64_t strips_per_row = (p.size + kStrip - 1) / kStrip;
+  const std::int64_t strips_per_row = ceil_div(p.size, kStrip);
   const std::int64_t num_strips = p.num_rows * strips_per_row;
   const std::int64_t strips_per_task = kElementsPerTask / kStrip;
   const char* input = static_cast<const char*>(p.input);
   char* output = static_cast<char*>(p.output);
-  for_each_task(parallel_for, (num_strips + strips_per_task - 1) / strips_per_task,
+  for_each_task(parallel_for, ceil_div(num_strips, strips_per_task),
                 [&](std::int64_t, std::int64_t task) {
                   const std::int64_t first = task * strips_per_task;
                   const std::int64_t end = min_of(num_strips, first + strips_per_task);

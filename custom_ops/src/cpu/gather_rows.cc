@@ -35,7 +35,7 @@ void write_row(const QuantizedMatrix& w, std::int64_t row, float* output) {
 
 void gather_rows(const QuantizedMatrix& weights, const std::int64_t* indices, std::int64_t count,
                  float* output, const ParallelFor& parallel_for) {
-  const std::int64_t num_tasks = (count + kRowsPerTask - 1) / kRowsPerTask;
+  const std::int64_t num_tasks = ceil_div(count, kRowsPerTask);
   for_each_task(parallel_for, num_tasks, [&](std::int64_t, std::int64_t task) {
     const std::int64_t end = min_of(count, (task + 1) * kRowsPerTask);
     for (std::int64_t i = task * kRowsPerTask; i < end; ++i) {

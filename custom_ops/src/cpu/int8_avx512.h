@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "int8_pairs.h"
+#include "vec_avx512.h"
 
 namespace kvconv {
 

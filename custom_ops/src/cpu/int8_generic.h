@@ -1,4 +1,4 @@
-// Products of bytes on vectors of four sums, in plain code; after vec_generic.h.
+// Products of bytes on vectors of four sums, in plain code.
 //
 // Every int8_*.h has this same interface. A vector of words holds in each 32-bit lane four bytes of
 // one row of the weights; a vector of sums gathers, in the same lane, their products with four
@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <cstring>
+
+#include "vec_generic.h"
 
 namespace kvconv {
 

@@ -1,4 +1,6 @@
 // The choice among the builds of the kernels, made once, from what the processor reports.
+#include <initializer_list>
+
 #include "kvconv/attention.h"
 #include "kvconv/gated_activation.h"
 #include "kvconv/norm.h"
@@ -56,61 +58,69 @@ bool has_avx2() {
 bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 #endif
 
+template <typename Kernel>
+struct Build {
+  bool is_supported;
+  Kernel kernel;
+};
+
+// The kernels of those builds that this processor can run, in the same order.
+template <typename Kernel>
+std::vector<Kernel> supported(std::initializer_list<Build<Kernel>> builds) {
+  std::vector<Kernel> kernels;
+  for (const Build<Kernel>& build : builds) {
+    if (build.is_supported) kernels.push_back(build.kernel);
+  }
+  return kernels;
+}
+
 }  // namespace
 
 const std::vector<FlashKernel>& flash_kernels() {
-  static const std::vector<FlashKernel> supported = [] {
-    std::vector<FlashKernel> kernels;
+  static const std::vector<FlashKernel> kernels = supported<FlashKernel>({
 #if defined(KVCONV_HAS_X86)
-    if (has_avx512()) kernels.push_back(kFlashAvx512);
-    if (has_avx2()) kernels.push_back(kFlashAvx2);
+      {has_avx512(), kFlashAvx512},
+      {has_avx2(), kFlashAvx2},
 #endif
-    kernels.push_back(kFlashPortable);
-    return kernels;
-  }();
-  return supported;
+      {true, kFlashPortable},
+  });
+  return kernels;
 }
 
 const std::vector<MatMulKernel>& matmul_kernels() {
-  static const std::vector<MatMulKernel> supported = [] {
-    std::vector<MatMulKernel> kernels;
+  static const std::vector<MatMulKernel> kernels = supported<MatMulKernel>({
 #if defined(KVCONV_HAS_X86)
-    if (has_amx()) kernels.push_back(kMatMulAmx);
-    if (has_avx512_vnni()) kernels.push_back(kMatMulAvx512Vnni);
-    if (has_avx_vnni()) kernels.push_back(kMatMulAvxVnni);
-    if (has_avx512()) kernels.push_back(kMatMulAvx512);
-    if (has_avx2()) kernels.push_back(kMatMulAvx2);
+      {has_amx(), kMatMulAmx},
+      {has_avx512_vnni(), kMatMulAvx512Vnni},
+      {has_avx_vnni(), kMatMulAvxVnni},
+      {has_avx512(), kMatMulAvx512},
+      {has_avx2(), kMatMulAvx2},
 #endif
-    kernels.push_back(kMatMulPortable);
-    return kernels;
-  }();
-  return supported;
+      {true, kMatMulPortable},
+  });
+  return kernels;
 }
 
 const std::vector<GatedActivationKernel>& gated_activation_kernels() {
-  static const std::vector<GatedActivationKernel> supported = [] {
-    std::vector<GatedActivationKernel> kernels;
+  static const std::vector<GatedActivationKernel> kernels = supported<GatedActivationKernel>({
 #if defined(KVCONV_HAS_X86)
-    if (has_avx512()) kernels.push_back(kGatedActivationAvx512);
-    if (has_avx2()) kernels.push_back(kGatedActivationAvx2);
+      {has_avx512(), kGatedActivationAvx512},
+      {has_avx2(), kGatedActivationAvx2},
 #endif
-    kernels.push_back(kGatedActivationPortable);
-    return kernels;
-  }();
-  return supported;
+      {true, kGatedActivationPortable},
+  });
+  return kernels;
 }
 
 const std::vector<NormKernel>& norm_kernels() {
-  static const std::vector<NormKernel> supported = [] {
-    std::vector<NormKernel> kernels;
+  static const std::vector<NormKernel> kernels = supported<NormKernel>({
 #if defined(KVCONV_HAS_X86)
-    if (has_avx512()) kernels.push_back(kNormAvx512);
-    if (has_avx2()) kernels.push_back(kNormAvx2);
+      {has_avx512(), kNormAvx512},
+      {has_avx2(), kNormAvx2},
 #endif
-    kernels.push_back(kNormPortable);
-    return kernels;
-  }();
-  return supported;
+      {true, kNormPortable},
+  });
+  return kernels;
 }
 
 }  // namespace kvconv

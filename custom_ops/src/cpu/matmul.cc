@@ -12,26 +12,8 @@
 // linker could pick this file's copy, compiled for newer processors, for everybody.
 #include "kvconv/float16.h"
 #include "kvconv/quantized.h"
-
-#if defined(KVCONV_USE_AVX512)
-#include "vec_avx512.h"
-// After the vectors that it computes with.
-#include "int8_avx512.h"
-#elif defined(KVCONV_USE_AVX2)
-#include "vec_avx2.h"
-// After the vectors that it computes with.
-#include "int8_avx2.h"
-#else
-#include "vec_generic.h"
-// After the vectors that it computes with.
-#include "int8_generic.h"
-#endif
-
-#include "vec_math.h"
-// After the vectors that they compute with.
-#include "matmul_weights.h"
-// After the weights.
 #include "matmul_tile.h"
+#include "matmul_weights.h"
 #if defined(KVCONV_USE_AMX)
 #include "matmul_amx.h"
 #endif
@@ -139,8 +121,8 @@ template <int max_rows, typename Multiply>
 void write_tiles(const MatMulParams& p, std::int64_t first, std::int64_t end, std::int64_t column,
                  const Multiply& multiply) {
   for (std::int64_t row = first; row < end;) {
-    const std::int64_t num_tiles = (end - row + max_rows - 1) / max_rows;
-    const std::int64_t count = (end - row + num_tiles - 1) / num_tiles;
+    const std::int64_t num_tiles = ceil_div(end - row, max_rows);
+    const std::int64_t count = ceil_div(end - row, num_tiles);
     write_tile<max_rows>(p, count, row, column, multiply);
     row += count;
   }
@@ -200,26 +182,26 @@ void prepare_activations(const MatMulParams& p, const Pieces& pieces, const Layo
   if (a.floats != nullptr && a.floats == p.a) return;
   const std::int64_t element_bytes = bytes_of(p.activation_type);
   const bool is_small = p.num_rows * p.weights.columns < kSerialElements;
-  for_each_task(
-      is_small ? ParallelFor() : parallel_for, (p.num_rows + kRowsPerTask - 1) / kRowsPerTask,
-      [&](std::int64_t, std::int64_t task) {
-        const std::int64_t end = min_of(p.num_rows, (task + 1) * kRowsPerTask);
-        for (std::int64_t row = task * kRowsPerTask; row < end; ++row) {
-          if (p.rounding != Rounding::kNone) {
-            quantize_row(p, pieces, row, a);
-          } else {
-            const std::int64_t offset = row * p.weights.columns;
-            widen(static_cast<const char*>(p.a) + offset * element_bytes, p.activation_type,
-                  const_cast<float*>(a.floats) + offset, p.weights.columns);
-          }
-        }
-      });
+  for_each_task(is_small ? ParallelFor() : parallel_for, ceil_div(p.num_rows, kRowsPerTask),
+                [&](std::int64_t, std::int64_t task) {
+                  const std::int64_t end = min_of(p.num_rows, (task + 1) * kRowsPerTask);
+                  for (std::int64_t row = task * kRowsPerTask; row < end; ++row) {
+                    if (p.rounding != Rounding::kNone) {
+                      quantize_row(p, pieces, row, a);
+                    } else {
+                      const std::int64_t offset = row * p.weights.columns;
+                      widen(static_cast<const char*>(p.a) + offset * element_bytes,
+                            p.activation_type, const_cast<float*>(a.floats) + offset,
+                            p.weights.columns);
+                    }
+                  }
+                });
 }
 
 // A few rows by all of the weights, in as many stretches of them as there are workers.
 void run_few(const MatMulParams& p, const Pieces& pieces, const Layout& layout,
              const ParallelFor& parallel_for) {
-  const std::int64_t num_panels = (p.weights.rows + kPanelRows - 1) / kPanelRows;
+  const std::int64_t num_panels = ceil_div(p.weights.rows, kPanelRows);
   const std::int64_t num_products = p.num_rows * p.weights.rows * p.weights.columns;
   const std::int64_t wanted = min_of(num_products / kMinTaskProducts, parallel_for.num_workers);
   const std::int64_t num_tasks = max_of(1, min_of(num_panels, wanted));
@@ -234,13 +216,13 @@ void run_few(const MatMulParams& p, const Pieces& pieces, const Layout& layout,
 // Panels of the weights, each by a chunk of rows.
 void run_panels(const MatMulParams& p, const Pieces& pieces, const Layout& layout,
                 const ParallelFor& parallel_for) {
-  const std::int64_t num_panels = (p.weights.rows + kPanelRows - 1) / kPanelRows;
-  const std::int64_t num_chunks = (p.num_rows + kChunkRows - 1) / kChunkRows;
+  const std::int64_t num_panels = ceil_div(p.weights.rows, kPanelRows);
+  const std::int64_t num_chunks = ceil_div(p.num_rows, kChunkRows);
   const bool is_serial = p.num_rows * p.weights.rows * p.weights.columns < kMinTaskProducts;
   const std::int64_t per_task =
       max_of(1, min_of(kMaxPanelsPerTask,
                        num_panels * num_chunks / (kWantedTasks * parallel_for.num_workers)));
-  const std::int64_t tasks_per_chunk = (num_panels + per_task - 1) / per_task;
+  const std::int64_t tasks_per_chunk = ceil_div(num_panels, per_task);
   const auto run_task = [&](std::int64_t worker, std::int64_t task) {
     const Panel panel = layout.panel_of(worker);
     const std::int64_t first_row = task / tasks_per_chunk * kChunkRows;

@@ -2,7 +2,7 @@
 //
 // The processor's own tiles sum a piece's products exactly, as multiply_bytes does, and the scaling
 // is the same, so both give the same bits. Weights are signed here: unpack_bytes subtracts the
-// middle. Included by matmul.cc only, after matmul_tile.h; internal linkage throughout.
+// middle. Included by matmul.cc only; internal linkage throughout.
 #pragma once
 
 #include <immintrin.h>

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "matmul_weights.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
@@ -76,11 +77,6 @@ void quantize_row(const MatMulParams& p, const Pieces& pieces, std::int64_t row,
     if (a.sums != nullptr) a.sums[index] = static_cast<float>(sum) * a.scales[index];
   }
 }
-
-template <int number>
-struct Constant {
-  static constexpr int value = number;
-};
 
 // A tile's sums, [rows, 2] vectors.
 template <int rows>

@@ -2,13 +2,15 @@
 //
 // A panel is two vectors' worth of rows, lanes being rows; its halves lie side by side. A piece is
 // 32 columns (16 at block size 16): what is summed as integers before it is scaled. Included by
-// matmul.cc only, after an int8_*.h; internal linkage throughout.
+// matmul.cc only; internal linkage throughout.
 #pragma once
 
 #include <cstdint>
 
+#include "int8.h"
 #include "kvconv/quantized.h"
 #include "tasks.h"
+#include "vec.h"
 
 namespace kvconv {
 namespace {

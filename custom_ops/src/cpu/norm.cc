@@ -5,18 +5,8 @@
 #include "kvconv/norm.h"
 
 #include "kvconv/float16.h"
-
-#if defined(KVCONV_USE_AVX512)
-#include "vec_avx512.h"
-#elif defined(KVCONV_USE_AVX2)
-#include "vec_avx2.h"
-#else
-#include "vec_generic.h"
-#endif
-
-#include "vec_math.h"
-// After the vectors that they compute with.
 #include "tasks.h"
+#include "vec_math.h"
 
 namespace kvconv {
 namespace {
@@ -197,7 +187,7 @@ void head_norm_row(const HeadNormParams& p, std::int64_t row) {
 template <typename Params, typename Body>
 void for_rows(const Params& p, const ParallelFor& parallel_for, const Body& body) {
   const std::int64_t rows_per_task = max_of(1, kTaskElements / max_of(1, p.width));
-  const std::int64_t tasks = (p.num_rows + rows_per_task - 1) / rows_per_task;
+  const std::int64_t tasks = ceil_div(p.num_rows, rows_per_task);
   for_each_task(parallel_for, tasks, [&](std::int64_t, std::int64_t task) {
     const std::int64_t end = min_of(p.num_rows, (task + 1) * rows_per_task);
     for (std::int64_t row = task * rows_per_task; row < end; ++row) body(row);

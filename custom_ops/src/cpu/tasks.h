@@ -13,9 +13,16 @@ namespace {
 
 static inline std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 static inline std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 static inline std::int64_t round_up(std::int64_t a, std::int64_t unit) {
-  return (a + unit - 1) / unit * unit;
+  return ceil_div(a, unit) * unit;
 }
+
+// A number as a type, for a function whose argument chooses a template.
+template <int number>
+struct Constant {
+  static constexpr int value = number;
+};
 
 // Calls body(worker, task) for every task in [0, count); worker is below parallel_for.num_workers.
 template <typename Body>

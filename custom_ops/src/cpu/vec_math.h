@@ -1,8 +1,11 @@
-// 2^x, e^x, tanh and rows of 16-bit floats on vectors; compiled once per instruction set, after its
-// vec_*.h. tanh: Cephes (tanhf.c), about one unit in the last place.
+// 2^x, e^x, tanh and rows of 16-bit floats on vectors; compiled once per instruction set.
+// tanh: Cephes (tanhf.c), about one unit in the last place.
 #pragma once
 
+#include <cstring>
+
 #include "kvconv/float16.h"
+#include "vec.h"
 
 namespace kvconv {
 

@@ -12,16 +12,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconv import custom_ops, memory, names
+from kvconv import memory, names
+from kvconv.bench.point import Phase
 from kvconv.bench.roofs import MemoryRoof, OnnxRuntimeMatMul, TorchMatMul
+from kvconv.bench.session import open_session
 from kvconv.errors import KvconvError, MissingDependencyError
 
-Phase = Literal["decode", "prefill"]
+if TYPE_CHECKING:
+    import onnx
+
 Variant = Literal["plain", "softcap", "head_sink"]
 
 _DECODE_BYTES = 512 * 2**20
@@ -278,13 +282,8 @@ class _Contender:
     def __init__(self, case: Case, tensors: _Tensors, op: str, threads: int) -> None:
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        custom_ops.register(options)
-        model = _model(case, op, sorted(tensors.values))
-        self._session = onnxruntime.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"]
-        )
+        graph = _graph(case, op, sorted(tensors.values))
+        self._session = open_session(graph, threads=threads)
         self._tensors = tensors
         self._binding = self._session.io_binding()
         for graph_input in self._session.get_inputs():
@@ -314,7 +313,7 @@ _GQA_INPUTS = (
 )  # fmt: skip
 
 
-def _model(case: Case, op: str, available: Sequence[str]) -> bytes:
+def _graph(case: Case, op: str, available: Sequence[str]) -> "onnx.GraphProto":
     """Build the chain of nodes; the output of each is the query of the next."""
     from onnx import TensorProto, helper
 
@@ -359,9 +358,4 @@ def _model(case: Case, op: str, available: Sequence[str]) -> bytes:
         for name in presents:
             outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4))
     outputs.append(helper.make_tensor_value_info("output", TensorProto.FLOAT, [None] * 3))
-    graph = helper.make_graph(nodes, "attention", inputs, outputs)
-    opsets = [helper.make_opsetid(d, 1) for d in (names.ORT_DOMAIN, names.OP_DOMAIN)]
-    opsets.append(helper.make_opsetid("", 21))
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    serialized: bytes = model.SerializeToString()
-    return serialized
+    return helper.make_graph(nodes, "attention", inputs, outputs)

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--block-size", type=click.Choice(["16", "32", "64", "128", "256"]),
-    help="Quantised weights that share a scale. [default: 16 for int8; for int4 32, and 16 for "
-    "weights that lose more than 1%]",
+    help="Quantised weights that share a scale. [default: 32; 16 for int4 weights that lose "
+    "more than 1%, and for int8 at accuracy level 4]",
 )  # fmt: skip
 @click.option(
     "--pure", is_flag=True,

@@ -10,6 +10,7 @@
 #include "attention_op.h"
 #include "check.h"
 #include "fake_ort.h"
+#include "fuzz.h"
 
 namespace kvconv::test {
 namespace {
@@ -25,23 +26,15 @@ struct Run {
   bool is_valid = true;
 };
 
-ort::ElementType onnx_type(DataType type) {
-  if (type == DataType::kFloat16) return ort::kFloat16;
-  return type == DataType::kBFloat16 ? ort::kBFloat16 : ort::kFloat32;
-}
-
 // Fills a float tensor with random numbers, and rarely with what is not a number.
 void randomize(Random& random, FakeTensor& tensor, bool has_specials) {
-  const DataType type = tensor.type == ort::kFloat16    ? DataType::kFloat16
-                        : tensor.type == ort::kBFloat16 ? DataType::kBFloat16
-                                                        : DataType::kFloat32;
   for (std::int64_t i = 0; i < tensor.size(); ++i) {
     float value = random.normal();
     if (has_specials && random.chance(1)) {
       value = random.chance(50) ? std::numeric_limits<float>::quiet_NaN()
                                 : std::numeric_limits<float>::infinity();
     }
-    store_element(tensor.data.get(), i, type, value);
+    store_element(tensor.data.get(), i, data_type(tensor.type), value);
   }
 }
 
@@ -65,7 +58,7 @@ Run make_run(Random& random) {
   const std::int64_t total = past + new_tokens;
   run.activation = random.chance(60) ? DataType::kFloat32 : DataType::kFloat16;
   run.cache = random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
-  const ort::ElementType activation = onnx_type(run.activation);
+  const ort::ElementType activation = element_type(run.activation);
   const bool has_specials = random.chance(15);
 
   const auto add = [&](AttentionInput input, ort::ElementType type,
@@ -90,8 +83,8 @@ Run make_run(Random& random) {
     add_floats(kKey, activation, {batch, new_tokens, kv_heads * width});
     add_floats(kValue, activation, {batch, new_tokens, kv_heads * value_width});
   }
-  add_floats(kPastKey, onnx_type(run.cache), {batch, kv_heads, capacity, width});
-  add_floats(kPastValue, onnx_type(run.cache), {batch, kv_heads, capacity, value_width});
+  add_floats(kPastKey, element_type(run.cache), {batch, kv_heads, capacity, width});
+  add_floats(kPastValue, element_type(run.cache), {batch, kv_heads, capacity, value_width});
   if (!gives_length || random.chance(50)) {
     const std::int64_t mask_width = gives_length && random.chance(50) ? capacity : total;
     FakeTensor& mask = add(kAttentionMask, ort::kInt64, {batch, mask_width});
@@ -138,16 +131,6 @@ Run make_run(Random& random) {
   return run;
 }
 
-// Replaces a tensor by one of another shape or type, keeping what fits of its contents.
-void replace(std::unique_ptr<FakeTensor>& tensor, ort::ElementType type,
-             std::vector<std::int64_t> shape) {
-  auto changed = std::make_unique<FakeTensor>(type, std::move(shape));
-  const std::size_t kept = std::min(changed->bytes(), tensor->bytes());
-  if (kept > 0) std::memcpy(changed->data.get(), tensor->data.get(), kept);
-  if (changed->bytes() > kept) std::memset(changed->data.get() + kept, 0, changed->bytes() - kept);
-  tensor = std::move(changed);
-}
-
 // Makes one thing about the inputs or attributes different.
 void spoil(Random& random, Run& run) {
   run.is_valid = false;
@@ -157,45 +140,7 @@ void spoil(Random& random, Run& run) {
     run.attributes.ints[name] = random.below(40) - 8;
     return;
   }
-  std::vector<std::size_t> present;
-  for (std::size_t i = 0; i < run.inputs.size(); ++i) {
-    if (run.inputs[i] != nullptr) present.push_back(i);
-  }
-  std::unique_ptr<FakeTensor>& tensor = run.inputs[random.pick(present)];
-  std::vector<std::int64_t> shape = tensor->shape;
-  switch (random.below(6)) {
-    case 0:
-      tensor.reset();
-      return;
-    case 1:
-      replace(tensor, random.pick<ort::ElementType>({ort::kFloat32, ort::kInt8, ort::kInt64}),
-              shape);
-      return;
-    case 2:
-      shape.push_back(1);
-      break;
-    case 3:
-      if (!shape.empty()) shape.pop_back();
-      break;
-    default:
-      if (shape.empty()) break;
-      std::int64_t& dim =
-          shape[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(shape.size())))];
-      dim = std::max<std::int64_t>(0, random.chance(25) ? 0 : dim + random.below(5) - 2);
-  }
-  replace(tensor, tensor->type, shape);
-}
-
-const ort::CustomOp& op_for(const Run& run) {
-  for (const ort::CustomOp* op : registered_ops()) {
-    if (op->get_name(op) == std::string("FlashAttention") &&
-        op->get_input_type(op, kQuery) == onnx_type(run.activation) &&
-        op->get_input_type(op, kPastKey) == onnx_type(run.cache)) {
-      return *op;
-    }
-  }
-  CHECK(false, "no op for these types");
-  std::abort();
+  spoil_tensor(random, pick_input(random, run.inputs));
 }
 
 std::vector<unsigned char> contents(const FakeTensor* tensor) {
@@ -208,7 +153,8 @@ std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
                                                            const FakeContext& context) {
   AttentionInputs inputs;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    inputs[i] = read_input(fake_api(), reinterpret_cast<const ort::KernelContext*>(&context), i);
+    inputs[i] = read_input(fake_api(), reinterpret_cast<const ort::KernelContext*>(&context), i,
+                           kAttentionInputNames[i]);
   }
   const auto attributes =
       read_attributes(fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes));
@@ -248,24 +194,9 @@ bool execute(std::uint64_t seed) {
   Run run = make_run(random);
   if (random.chance(50)) spoil(random, run);
   const std::string what = "seed " + std::to_string(seed);
-  const std::int64_t live = num_live_objects();
 
-  // 1. Make the node.
-  const ort::CustomOp& op = op_for(run);
-  void* node = nullptr;
-  const std::string refusal = take_message(op.create_kernel_v2(
-      &op, fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes), &node));
-  if (!refusal.empty()) {
-    CHECK(!run.is_valid, "%s: a valid node was refused: %s", what.c_str(), refusal.c_str());
-    CHECK(num_live_objects() == live, "%s: a status was not freed", what.c_str());
-    return false;
-  }
-
-  // 2. Run it, in place or not; keep copies of what it was given.
+  // 1. Run it, in place or not; keep copies of what it was given.
   FakeContext context;
-  context.types = {onnx_type(run.activation), onnx_type(run.cache), onnx_type(run.cache)};
-  context.bound.resize(3);
-  context.outputs.resize(3);
   std::vector<std::unique_ptr<FakeTensor>> originals;
   for (const auto& input : run.inputs) {
     context.inputs.push_back(input.get());
@@ -282,14 +213,13 @@ bool execute(std::uint64_t seed) {
     context.bound[kPresentKey] = run.inputs[kPastKey].get();
     context.bound[kPresentValue] = run.inputs[kPastValue].get();
   }
-  const std::string message =
-      take_message(op.kernel_compute_v2(node, reinterpret_cast<ort::KernelContext*>(&context)));
-  op.kernel_destroy(node);
-  CHECK(num_live_objects() == live, "%s: an object of ONNX Runtime was not freed", what.c_str());
+  const ort::CustomOp& op = find_op("FlashAttention", {{kQuery, element_type(run.activation)},
+                                                       {kPastKey, element_type(run.cache)}});
+  const std::string message = run_node(op, run.attributes, context, what);
 
-  // 3. A refusal wrote nothing.
+  // 2. A refusal wrote nothing.
   if (!message.empty()) {
-    CHECK(!run.is_valid, "%s: valid inputs were refused: %s", what.c_str(), message.c_str());
+    CHECK(!run.is_valid, "%s: a valid run was refused: %s", what.c_str(), message.c_str());
     for (std::size_t i = 0; i < run.inputs.size(); ++i) {
       CHECK(contents(run.inputs[i].get()) == contents(originals[i].get()),
             "%s: input %zu was changed by a refused run", what.c_str(), i);
@@ -297,7 +227,7 @@ bool execute(std::uint64_t seed) {
     return false;
   }
 
-  // 4. Anything else is right.
+  // 3. Anything else is right.
   for (std::size_t i = 0; i < originals.size(); ++i) context.inputs[i] = originals[i].get();
   const auto expected = reference_outputs(run, context);
   const FakeTensor& output = *context.outputs[kOutput];
@@ -324,19 +254,4 @@ bool execute(std::uint64_t seed) {
 }  // namespace
 }  // namespace kvconv::test
 
-int main(int argc, char** argv) {
-  const std::uint64_t first = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
-  const std::uint64_t count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 2000;
-  std::uint64_t accepted = 0;
-  for (std::uint64_t seed = first; seed < first + count; ++seed) {
-    accepted += kvconv::test::execute(seed) ? 1 : 0;
-  }
-  // A fuzzer whose every run is refused tests nothing.
-  CHECK(count < 100 || (accepted > count / 3 && accepted < count),
-        "%llu of %llu runs were accepted", static_cast<unsigned long long>(accepted),
-        static_cast<unsigned long long>(count));
-  std::printf("%llu runs: %llu right results, %llu refusals\n",
-              static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted),
-              static_cast<unsigned long long>(count - accepted));
-  return 0;
-}
+int main(int argc, char** argv) { kvconv::test::fuzz(argc, argv, 2000, kvconv::test::execute); }

@@ -1,5 +1,6 @@
 #include "fake_ort.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -29,6 +30,14 @@ ort::Status* create_status(ort::ErrorCode, const char* message) { return make_st
 void release_status(ort::Status* status) {
   --live_objects;
   delete reinterpret_cast<FakeStatus*>(status);
+}
+
+// Takes a status apart and frees it; empty means success.
+std::string take_message(ort::Status* status) {
+  if (status == nullptr) return "";
+  std::string message = reinterpret_cast<FakeStatus*>(status)->message;
+  release_status(status);
+  return message;
 }
 
 ort::Status* create_domain(const char*, ort::CustomOpDomain** domain) {
@@ -127,12 +136,13 @@ ort::Status* get_output(ort::KernelContext* handle, std::size_t index, const std
                         std::size_t count, ort::Value** value) {
   FakeContext& context = context_of(handle);
   const std::vector<std::int64_t> shape(dims, dims + count);
-  FakeTensor* tensor = context.bound.at(index);
-  if (tensor == nullptr) {
+  FakeTensor* tensor = nullptr;
+  if (const auto found = context.bound.find(index); found != context.bound.end()) {
+    tensor = found->second;
+    if (tensor->shape != shape) return make_status("the bound output has another shape");
+  } else {
     context.made.push_back(std::make_unique<FakeTensor>(context.types.at(index), shape));
     tensor = context.made.back().get();
-  } else if (tensor->shape != shape) {
-    return make_status("the bound output has another shape");
   }
   context.outputs.at(index) = tensor;
   *value = reinterpret_cast<ort::Value*>(tensor);
@@ -160,6 +170,16 @@ void fill(std::vector<void (*)()>& slots, const Entry&, typename Entry::Pointer 
 const char* version_string() { return "fake"; }
 
 const ort::Api* get_api(std::uint32_t) { return fake_api(); }
+
+// Registers the library with the fake and returns its ops.
+const std::vector<const ort::CustomOp*>& registered_ops() {
+  if (ops.empty()) {
+    const ort::ApiBase base{get_api, version_string};
+    const std::string message = take_message(RegisterCustomOps(nullptr, &base));
+    CHECK(message.empty(), "registering failed: %s", message.c_str());
+  }
+  return ops;
+}
 
 }  // namespace
 
@@ -213,22 +233,37 @@ const ort::Api* fake_api() {
   return reinterpret_cast<const ort::Api*>(table.data());
 }
 
-const std::vector<const ort::CustomOp*>& registered_ops() {
-  if (ops.empty()) {
-    const ort::ApiBase base{get_api, version_string};
-    const std::string message = take_message(RegisterCustomOps(nullptr, &base));
-    CHECK(message.empty(), "registering failed: %s", message.c_str());
+const ort::CustomOp& find_op(const std::string& name,
+                             const std::map<std::size_t, ort::ElementType>& input_types) {
+  for (const ort::CustomOp* op : registered_ops()) {
+    const bool fits = std::all_of(input_types.begin(), input_types.end(), [&](const auto& input) {
+      return input.first < op->get_input_type_count(op) &&
+             op->get_input_type(op, input.first) == input.second;
+    });
+    if (op->get_name(op) == name && fits) return *op;
   }
-  return ops;
+  CHECK(false, "no %s takes these types", name.c_str());
+  std::abort();
 }
 
-std::string take_message(ort::Status* status) {
-  if (status == nullptr) return "";
-  std::string message = reinterpret_cast<FakeStatus*>(status)->message;
-  release_status(status);
+std::string run_node(const ort::CustomOp& op, const FakeInfo& info, FakeContext& context,
+                     const std::string& what) {
+  const std::size_t num_outputs = op.get_output_type_count(&op);
+  for (std::size_t i = 0; i < num_outputs; ++i) {
+    context.types.push_back(op.get_output_type(&op, i));
+  }
+  context.outputs.resize(num_outputs);
+  const std::int64_t live = live_objects;
+  void* node = nullptr;
+  std::string message = take_message(
+      op.create_kernel_v2(&op, fake_api(), reinterpret_cast<const ort::KernelInfo*>(&info), &node));
+  if (message.empty()) {
+    message =
+        take_message(op.kernel_compute_v2(node, reinterpret_cast<ort::KernelContext*>(&context)));
+    op.kernel_destroy(node);
+  }
+  CHECK(live_objects == live, "%s: an object of ONNX Runtime was not freed", what.c_str());
   return message;
 }
-
-std::int64_t num_live_objects() { return live_objects; }
 
 }  // namespace kvconv::test

@@ -34,23 +34,24 @@ struct FakeInfo {
 
 // One run: what the op reads, and what it makes.
 struct FakeContext {
-  std::vector<FakeTensor*> inputs;      // null = absent
-  std::vector<ort::ElementType> types;  // of the outputs
-  std::vector<FakeTensor*> bound;       // output memory that the caller gives, or null
+  std::vector<FakeTensor*> inputs;           // null = absent
+  std::map<std::size_t, FakeTensor*> bound;  // output memory that the caller gives
+  std::vector<ort::ElementType> types;       // of the outputs; from here on, run_node fills in
   std::vector<std::unique_ptr<FakeTensor>> made;
   std::vector<FakeTensor*> outputs;  // what get_output returned; null before it is called
 };
 
-// Registers the library with the fake and returns its ops.
-const std::vector<const ort::CustomOp*>& registered_ops();
-
 // The fake table of functions.
 const ort::Api* fake_api();
 
-// Takes a status apart and frees it; empty means success.
-std::string take_message(ort::Status* status);
+// The registered op of that name which takes these types as its inputs, by index.
+const ort::CustomOp& find_op(const std::string& name,
+                             const std::map<std::size_t, ort::ElementType>& input_types);
 
-// Statuses and tensor infos that were made and not freed.
-std::int64_t num_live_objects();
+// Makes a node, runs it once, and returns the message of what was refused; empty means success. The
+// context needs its inputs, and memory that the caller gives for outputs; ends the test, naming
+// `what`, where a status or a tensor info was not freed.
+std::string run_node(const ort::CustomOp& op, const FakeInfo& info, FakeContext& context,
+                     const std::string& what);
 
 }  // namespace kvconv::test

@@ -284,7 +284,7 @@ int main(int argc, char** argv) {
   for (const kvconv::FlashKernel& kernel : kvconv::flash_kernels()) {
     kvconv::test::test_workspace(kernel);
     kvconv::test::test_kernel(kernel, cases);
-    kvconv::test::test_workers(kernel, cases / 5);
+    kvconv::test::test_workers(kernel, cases / 10);
   }
   return 0;
 }

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "fake_ort.h"
+#include "fuzz.h"
 #include "op_support.h"
 #include "threads.h"
 
@@ -234,14 +235,6 @@ struct Run {
   bool is_valid = true;
 };
 
-void add_input(Random& random, Run& run, const std::vector<std::int64_t>& shape) {
-  run.inputs.push_back(std::make_unique<FakeTensor>(element_type(run.type), shape));
-  const FakeTensor& tensor = *run.inputs.back();
-  for (std::int64_t i = 0; i < tensor.size(); ++i) {
-    store_element(tensor.data.get(), i, run.type, random.normal());
-  }
-}
-
 Run make_run(Random& random) {
   Run run;
   run.op = random.pick<std::string>(
@@ -249,6 +242,9 @@ Run make_run(Random& random) {
   run.type = random.chance(50) ? DataType::kFloat32 : DataType::kFloat16;
   std::vector<std::int64_t> shape;
   for (std::int64_t axis = random.below(4); axis > 0; --axis) shape.push_back(random.below(5));
+  const auto add_input = [&](const std::vector<std::int64_t>& dims) {
+    run.inputs.push_back(make_floats(random, element_type(run.type), dims));
+  };
   if (random.chance(60)) run.attributes.floats["epsilon"] = 0.3F;
   if (run.op == "HeadRMSNormalization") {
     const std::int64_t head_dim = 1 + random.below(20);
@@ -257,20 +253,20 @@ Run make_run(Random& random) {
     run.attributes.ints["num_heads"] = heads;
     run.attributes.ints["kv_num_heads"] = kv_heads;
     shape.push_back((heads + kv_heads) * head_dim + random.below(9));
-    add_input(random, run, shape);
-    add_input(random, run, {head_dim});
-    add_input(random, run, {head_dim});
+    add_input(shape);
+    add_input({head_dim});
+    add_input({head_dim});
     return run;
   }
   const std::vector<std::int64_t> edges = {0, 1, 2, 15, 16, 17, 33, 100};
   const std::int64_t width = random.pick(edges);
   shape.push_back(width);
-  add_input(random, run, shape);
-  add_input(random, run, shape);
-  add_input(random, run, {width});
+  add_input(shape);
+  add_input(shape);
+  add_input({width});
   const int optional = run.op == "SkipLayerNormalization" ? 2 : 1;
   for (int i = 0; i < optional; ++i) {
-    add_input(random, run, {width});
+    add_input({width});
     if (random.chance(40)) run.inputs.back().reset();
   }
   return run;
@@ -310,21 +306,10 @@ void spoil(Random& random, Run& run) {
       shape.pop_back();
       break;
     default:
-      std::int64_t& dim =
-          shape[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(shape.size())))];
+      std::int64_t& dim = pick_dim(random, shape);
       dim += dim == 0 || random.chance(50) ? 1 : -1;
   }
-  tensor = std::make_unique<FakeTensor>(type, shape);
-  if (tensor->bytes() > 0) std::memset(tensor->data.get(), 0, tensor->bytes());
-}
-
-const ort::CustomOp& op_of(const Run& run) {
-  const ort::ElementType type = element_type(run.type);
-  for (const ort::CustomOp* op : registered_ops()) {
-    if (op->get_name(op) == run.op && op->get_input_type(op, 0) == type) return *op;
-  }
-  CHECK(false, "%s is not registered", run.op.c_str());
-  std::abort();
+  replace(tensor, type, shape);
 }
 
 // What the reference makes of a valid run's inputs: output, and the sum where there is one.
@@ -373,24 +358,10 @@ bool execute(std::uint64_t seed) {
   Run run = make_run(random);
   if (random.chance(50)) spoil(random, run);
   const std::string what = "seed " + std::to_string(seed) + ", " + run.op;
-  const std::int64_t live = num_live_objects();
-
-  const ort::CustomOp& op = op_of(run);
-  const std::size_t num_outputs = op.get_output_type_count(&op);
-  void* node = nullptr;
   FakeContext context;
-  context.types.assign(num_outputs, element_type(run.type));
-  context.bound.resize(num_outputs);
-  context.outputs.resize(num_outputs);
   for (const auto& input : run.inputs) context.inputs.push_back(input.get());
-  std::string message = take_message(op.create_kernel_v2(
-      &op, fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes), &node));
-  if (message.empty()) {
-    message =
-        take_message(op.kernel_compute_v2(node, reinterpret_cast<ort::KernelContext*>(&context)));
-    op.kernel_destroy(node);
-  }
-  CHECK(num_live_objects() == live, "%s: an object of ONNX Runtime was not freed", what.c_str());
+  const std::string message =
+      run_node(find_op(run.op, {{0, element_type(run.type)}}), run.attributes, context, what);
   if (!message.empty()) {
     CHECK(!run.is_valid, "%s: a valid run was refused: %s", what.c_str(), message.c_str());
     CHECK(message.starts_with("kvconv::" + run.op + ": "), "%s: %s", what.c_str(), message.c_str());
@@ -414,18 +385,6 @@ bool execute(std::uint64_t seed) {
   return true;
 }
 
-void fuzz_faces(std::uint64_t first, std::uint64_t count) {
-  std::uint64_t accepted = 0;
-  for (std::uint64_t seed = first; seed < first + count; ++seed) accepted += execute(seed) ? 1 : 0;
-  // A fuzzer whose every run is refused tests nothing.
-  CHECK(count < 100 || (accepted > count / 3 && accepted < count),
-        "%llu of %llu runs were accepted", static_cast<unsigned long long>(accepted),
-        static_cast<unsigned long long>(count));
-  std::printf("%llu runs: %llu right results, %llu refusals\n",
-              static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted),
-              static_cast<unsigned long long>(count - accepted));
-}
-
 }  // namespace
 }  // namespace kvconv::test
 
@@ -435,7 +394,5 @@ int main(int argc, char** argv) {
     kvconv::test::test_head_norm(kernel);
     kvconv::test::test_specials(kernel);
   }
-  kvconv::test::fuzz_faces(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0,
-                           argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1500);
-  return 0;
+  kvconv::test::fuzz(argc, argv, 1500, kvconv::test::execute);
 }

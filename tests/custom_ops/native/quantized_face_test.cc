@@ -8,8 +8,9 @@
 
 #include "check.h"
 #include "fake_ort.h"
+#include "fuzz.h"
 #include "kvconv/quantized.h"
-#include "matmul_op.h"
+#include "quantized_check.h"
 
 namespace kvconv::test {
 namespace {
@@ -22,15 +23,6 @@ struct Run {
   ort::ElementType scale = ort::kFloat32;
   bool is_valid = true;
 };
-
-std::unique_ptr<FakeTensor> make_floats(Random& random, ort::ElementType type,
-                                        std::vector<std::int64_t> shape) {
-  auto tensor = std::make_unique<FakeTensor>(type, std::move(shape));
-  for (std::int64_t i = 0; i < tensor->size(); ++i) {
-    store_element(tensor->data.get(), i, data_type(type), random.normal());
-  }
-  return tensor;
-}
 
 Run make_run(Random& random) {
   Run run;
@@ -88,49 +80,17 @@ void spoil(Random& random, Run& run) {
     run.attributes.ints[name] = random.chance(5) ? INT32_MAX : random.below(300) - 20;
     return;
   }
-  std::vector<std::size_t> present;
-  for (std::size_t i = 0; i < run.inputs.size(); ++i) {
-    if (run.inputs[i] != nullptr) present.push_back(i);
-  }
-  std::unique_ptr<FakeTensor>& tensor = run.inputs[random.pick(present)];
+  std::unique_ptr<FakeTensor>& tensor = pick_input(random, run.inputs);
   if (!run.is_product && tensor == run.inputs[kGatherIndices] && tensor->size() > 0) {
     reinterpret_cast<std::int64_t*>(tensor->data.get())[0] = 1000 * (random.below(2) * 2 - 1);
     return;
   }
-  std::vector<std::int64_t> shape = tensor->shape;
-  ort::ElementType type = tensor->type;
-  switch (random.below(5)) {
-    case 0:
-      tensor.reset();
-      return;
-    case 1:
-      type = random.pick<ort::ElementType>({ort::kFloat32, ort::kInt8, ort::kInt64});
-      break;
-    case 2:
-      shape.push_back(1);
-      break;
-    default:
-      if (shape.empty()) return;
-      std::int64_t& dim =
-          shape[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(shape.size())))];
-      dim = std::max<std::int64_t>(0, dim + random.below(5) - 2);
-  }
-  auto changed = std::make_unique<FakeTensor>(type, shape);
-  if (changed->bytes() > 0) std::memset(changed->data.get(), 0, changed->bytes());
-  tensor = std::move(changed);
+  spoil_tensor(random, tensor);
 }
 
 const ort::CustomOp& op_for(const Run& run) {
-  const std::string name = run.is_product ? "MatMulNBits" : "GatherBlockQuantized";
-  const std::size_t scales = run.is_product ? std::size_t{kMatMulScales} : kGatherScales;
-  for (const ort::CustomOp* op : registered_ops()) {
-    if (op->get_name(op) == name && op->get_input_type(op, scales) == run.scale &&
-        (!run.is_product || op->get_input_type(op, kMatMulA) == run.activation)) {
-      return *op;
-    }
-  }
-  CHECK(false, "no op for these types");
-  std::abort();
+  if (!run.is_product) return find_op("GatherBlockQuantized", {{kGatherScales, run.scale}});
+  return find_op("MatMulNBits", {{kMatMulA, run.activation}, {kMatMulScales, run.scale}});
 }
 
 QuantizedMatrix matrix_of(const Run& run) {
@@ -205,25 +165,11 @@ bool execute(std::uint64_t seed) {
     run.attributes.constants[varying] = nullptr;
   }
   const std::string what = "seed " + std::to_string(seed);
-  const std::int64_t live = num_live_objects();
-
-  const ort::CustomOp& op = op_for(run);
-  void* node = nullptr;
-  std::string message = take_message(op.create_kernel_v2(
-      &op, fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes), &node));
   FakeContext context;
-  if (message.empty()) {
-    context.types = {run.is_product ? run.activation : ort::kFloat32};
-    context.bound.resize(1);
-    context.outputs.resize(1);
-    for (std::size_t i = 0; i < run.inputs.size(); ++i) {
-      context.inputs.push_back(has_constants && i != varying ? nullptr : run.inputs[i].get());
-    }
-    message =
-        take_message(op.kernel_compute_v2(node, reinterpret_cast<ort::KernelContext*>(&context)));
-    op.kernel_destroy(node);
+  for (std::size_t i = 0; i < run.inputs.size(); ++i) {
+    context.inputs.push_back(has_constants && i != varying ? nullptr : run.inputs[i].get());
   }
-  CHECK(num_live_objects() == live, "%s: an object of ONNX Runtime was not freed", what.c_str());
+  const std::string message = run_node(op_for(run), run.attributes, context, what);
   if (!message.empty()) {
     CHECK(!run.is_valid, "%s: a valid run was refused: %s", what.c_str(), message.c_str());
     CHECK(context.made.empty(), "%s: a refused run made an output", what.c_str());
@@ -240,19 +186,4 @@ bool execute(std::uint64_t seed) {
 }  // namespace
 }  // namespace kvconv::test
 
-int main(int argc, char** argv) {
-  const std::uint64_t first = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
-  const std::uint64_t count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1000;
-  std::uint64_t accepted = 0;
-  for (std::uint64_t seed = first; seed < first + count; ++seed) {
-    accepted += kvconv::test::execute(seed) ? 1 : 0;
-  }
-  // A fuzzer whose every run is refused tests nothing.
-  CHECK(count < 100 || (accepted > count / 3 && accepted < count),
-        "%llu of %llu runs were accepted", static_cast<unsigned long long>(accepted),
-        static_cast<unsigned long long>(count));
-  std::printf("%llu runs: %llu right results, %llu refusals\n",
-              static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted),
-              static_cast<unsigned long long>(count - accepted));
-  return 0;
-}
+int main(int argc, char** argv) { kvconv::test::fuzz(argc, argv, 1000, kvconv::test::execute); }
