@@ -15,7 +15,8 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 
 from kvconv.converter.gguf_reading import fast_reading
 from kvconv.converter.linear_sizes import LinearSize, linear_sizes
-from kvconv.converter.options import DEFAULT_BLOCK_SIZE
+from kvconv.converter.nbits_layout import GROUP_ROWS
+from kvconv.converter.options import ExportOptions
 from kvconv.converter.weights import INLINE_BYTES
 from kvconv.manifest import ActivationDtype, QuantizedDtype
 from kvconv.plan import CACHE_ELEMENTS
@@ -23,8 +24,6 @@ from kvconv.plan import CACHE_ELEMENTS
 _EXACT_TYPES = frozenset({Type.Q4_0, Type.Q4_1, Type.Q4_K})
 """Blocks of 32 with 4 bits, a scale and a minimum: what int4 holds without loss."""
 _FINE_BLOCK_SIZE = 16
-_LANES = 16
-"""Rows of a quantised weight come in groups of so many."""
 _SCALE_BYTES = 2
 
 
@@ -103,7 +102,7 @@ def _parent(name: str) -> str:
 
 def _form(weights: QuantizedDtype, *, loses: bool, is_sensitive: bool) -> tuple[int, int]:
     """Return bits and block size; see `kvconv.converter.quantization`."""
-    block_size = DEFAULT_BLOCK_SIZE[weights]
+    block_size = ExportOptions(weights=weights).chosen_block_size
     if weights == "int8":
         return 8, block_size
     if not loses:
@@ -113,7 +112,7 @@ def _form(weights: QuantizedDtype, *, loses: bool, is_sensitive: bool) -> tuple[
 
 def _quantized_bytes(linear: LinearSize, bits: int, block_size: int) -> int:
     """Return what one matrix takes: integers, scales, and zero points where it has 4 bits."""
-    rows = -(-linear.out_features // _LANES) * _LANES
+    rows = -(-linear.out_features // GROUP_ROWS) * GROUP_ROWS
     block_bytes = block_size * bits // 8 + _SCALE_BYTES * (2 if bits == 4 else 1)
     return rows * -(-linear.in_features // block_size) * block_bytes
 
