@@ -77,6 +77,14 @@ def test_a_right_bundle_passes_and_says_what_it_lost(quantized, weights):
     assert sum(manifest.quantization.stored_bytes.values()) > 0
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_float16_activations_have_their_own_rounding(quantized, weights):
+    folder, reference = quantized("llama", weights=weights, dtype="float16")
+    found = checks(folder, reference)
+    assert found.keys() == ALL
+    assert all(check.passed for check in found.values())
+
+
 def test_without_integer_activations_a_right_bundle_is_as_exact_as_float(quantized):
     folder, reference = quantized("llama", weights="int4", accuracy_level=1)
     found = checks(folder, reference)

@@ -183,8 +183,8 @@ class Verification:
                     )
                 elif is_quantized:
                     remedy = (
-                        "A mixture of experts may need --accuracy-level 2, or 1; otherwise please "
-                        "report this model"
+                        "A mixture of experts may need --accuracy-level 1; otherwise please report "
+                        "this model"
                     )
                 raise VerificationError(
                     f"The bundle differs from PyTorch: in the check {check.name!r} "

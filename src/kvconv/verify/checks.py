@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvconv.flavour import FLAVOURS
 from kvconv.manifest import FLOAT_WEIGHTS, Manifest, Verification
-from kvconv.verify.logits import ROUNDED_ACTIVATIONS, Limits, compare_logits
+from kvconv.verify.logits import Limits, compare_logits
 from kvconv.verify.reference import MAX_LOGITS, Continuation, FloatArray, Reference
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
         cache.reset()
         if not rounded:
             reference = _own_reference(session, reference, found)
-        rounding = ROUNDED_ACTIVATIONS.get(manifest.quantization.accuracy_level, manifest.dtype)
-        limits = Limits.of(rounding, reference.spread)
+        limits = Limits.of_bundle(manifest, reference.spread)
     prompt, decoded = reference.prompt, reference.decoded
 
     # 1. whole prefill, and 3. decode behind it

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvconv.manifest import AccuracyLevel, CheckResult
+from kvconv.manifest import AccuracyLevel, CheckResult, Manifest
 from kvconv.verify.reference import FloatArray
 
 
@@ -34,6 +34,24 @@ class Limits:
         """
         max_abs, tie, kl = _PER_SPREAD[dtype]
         return cls(max_abs * spread, tie * spread, kl * spread**2)
+
+    @classmethod
+    def of_bundle(cls, manifest: Manifest, spread: float) -> "Limits":
+        """Return the limits against a model with the very same weights.
+
+        Each is that of the coarser of two roundings: of activations between operators (their
+        dtype), and of those that a product with quantised weights makes.
+        """
+        limits = cls.of(manifest.dtype, spread)
+        if manifest.quantization is None:
+            return limits
+        level = manifest.quantization.accuracy_level
+        rounded = cls.of(ROUNDED_ACTIVATIONS.get(level, manifest.dtype), spread)
+        return cls(
+            max(limits.max_abs, rounded.max_abs),
+            max(limits.tie, rounded.tie),
+            max(limits.kl, rounded.kl),
+        )
 
 
 # Errors of standard deviation e give a divergence of e^2 / 2. With float activations typical errors
