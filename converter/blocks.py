@@ -120,8 +120,9 @@ class _Search:
         self._scale_dtype = scale_dtype
         self._blocks = blocks
         count = len(blocks)
+        # Zeros, which stay where numbers are so small that no scale gives a finite error.
         self._error = torch.full((count,), torch.inf)
-        self._q = torch.zeros(blocks.shape, dtype=torch.uint8)
+        self._q = torch.full(blocks.shape, int(self._middle), dtype=torch.uint8)
         self._scales = torch.ones(count)
         self._zeros = torch.full((count,), self._middle)
 

@@ -344,6 +344,7 @@ def test_failed_record_leaves_the_manifest_and_nothing_else(exported, tmp_path, 
     [
         ("qwen3", {}, "architecture is Qwen3ForCausalLM, the bundle's is LlamaForCausalLM"),
         ("llama", {"vocab_size": 300}, "vocabulary size is 300, the bundle's is 259"),
+        ("llama", {"intermediate_size": 64}, "widest layer is 96, the bundle's is 80"),
         ("llama", {"num_hidden_layers": 3}, "number of cache layers is 3, the bundle's is 2"),
         (
             "llama",

@@ -178,8 +178,9 @@ class Verification:
                 remedy = "Please report this model"
                 if check.name == FLOAT_WEIGHTS:
                     remedy = (
-                        "Weights that lose too much in so few bits need --weights int8 or "
-                        "--block-size 16; otherwise please report this model"
+                        "Weights that lose too much in so few bits need --weights int8, "
+                        "--block-size 16, or no --pure and --symmetric; with all of these, please "
+                        "report this model"
                     )
                 elif is_quantized:
                     remedy = (

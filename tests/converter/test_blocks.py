@@ -86,6 +86,15 @@ def test_blocks_of_one_value(zero_points, value):
     torch.testing.assert_close(found, weight, rtol=0.07, atol=1e-7)
 
 
+@pytest.mark.parametrize(("zero_points", "bits"), [("none", 8), ("none", 4), ("integer", 4)])
+def test_blocks_too_small_for_a_scale_become_zeros(zero_points, bits):
+    weight = noise(64, 64) * 1e-42
+    blocks = quantize(
+        weight, bits=bits, block_size=32, zero_points=zero_points, scale_dtype=torch.float32
+    )
+    assert blocks.dequantize(bits).abs().max() < 1e-41
+
+
 def test_a_block_far_from_zero_keeps_its_zero_point_finite():
     weight = 1000 + noise(4, 64)
     blocks = quantize(weight, bits=4, block_size=32, zero_points="float", scale_dtype=torch.float16)

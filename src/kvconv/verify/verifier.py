@@ -88,9 +88,10 @@ def require_same_model(manifest: Manifest, model: PreTrainedModel) -> None:
     """Refuse a PyTorch model that cannot be the one a bundle was made of.
 
     Raises:
-        KvconvError: Its architecture, vocabulary or cache differs from the manifest's.
+        KvconvError: Its architecture, vocabulary, widths or cache differ from the manifest's.
     """
     from kvconv.converter.decoder_spec import describe
+    from kvconv.converter.model_sizes import run_sizes
 
     spec = describe(model)
     layers, shapes = manifest.cache_layers, spec.cache_shapes
@@ -107,6 +108,12 @@ def require_same_model(manifest: Manifest, model: PreTrainedModel) -> None:
         )
         for index, (layer, shape) in enumerate(zip(layers, shapes, strict=False))
     ]
+    if manifest.run_sizes is not None:
+        sizes = run_sizes(model, dtype=manifest.dtype, weights=None)
+        facts += [
+            ("number of heads", manifest.run_sizes.num_attention_heads, sizes.num_attention_heads),
+            ("widest layer", manifest.run_sizes.activation_width, sizes.activation_width),
+        ]
     for name, wanted, found in facts:
         if found != wanted:
             raise KvconvError(
