@@ -190,8 +190,8 @@ def test_kv_cache_bytes_counts_every_layer():
     ("first", "failing", "remedy"),
     [
         ("whole prefill", "decode", "agree. Please report"),
-        (FLOAT_WEIGHTS, "decode", "--accuracy-level 2, or 1; otherwise please report"),
-        ("whole prefill", FLOAT_WEIGHTS, "--weights int8 or --block-size 16; otherwise please"),
+        (FLOAT_WEIGHTS, "decode", "--accuracy-level 1; otherwise please report"),
+        ("whole prefill", FLOAT_WEIGHTS, "--weights int8, --block-size 16, or no --pure"),
     ],
 )
 def test_failed_check_names_the_remedy_for_the_weights(first, failing, remedy):
