@@ -13,11 +13,6 @@ from kvconv.flavour import FLAVOURS
 from kvconv.manifest import AttentionFlavour
 
 
-def takes_chunks(attention: AttentionFlavour, batch_size: int) -> bool:
-    """Tell whether several new tokens may follow a past."""
-    return batch_size == 1 or FLAVOURS[attention].batched_chunks
-
-
 def check_run(
     attention: AttentionFlavour,
     attention_mask: npt.NDArray[np.int64],
@@ -53,7 +48,7 @@ def check_run(
                 f"takes the cache slot as position, and position_ids is "
                 f"{position_ids[row, token]} in row {row}, slot {past + token}",
             )
-    if past > 0 and new > 1 and not takes_chunks(attention, batch_size):
+    if past > 0 and new > 1 and not FLAVOURS[attention].takes_chunks(batch_size):
         raise _refusal(
             attention,
             f"takes several new tokens behind a past at batch size 1 only, and here {new} follow "
@@ -75,7 +70,7 @@ def check_chunks(
     Raises:
         FlavourError: There would be several runs, and the flavour takes one.
     """
-    if chunk_tokens < new_tokens and not takes_chunks(attention, batch_size):
+    if chunk_tokens < new_tokens and not FLAVOURS[attention].takes_chunks(batch_size):
         raise _refusal(
             attention,
             f"takes chunks of a prompt at batch size 1 only, and chunks of {chunk_tokens} would "

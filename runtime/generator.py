@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconv.plan import PREFILL_CHUNK_TOKENS
+from kvconv.plan import default_chunk
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.capacity import (
     RowParams,
@@ -23,7 +23,7 @@ from kvconv.runtime.capacity import (
     per_row,
 )
 from kvconv.runtime.chat_template import ChatTemplate, Message
-from kvconv.runtime.flavour_check import check_chunks, check_prompts, takes_chunks
+from kvconv.runtime.flavour_check import check_chunks, check_prompts
 from kvconv.runtime.kv_cache import KVCache
 from kvconv.runtime.ort_options import Provider
 from kvconv.runtime.row import GenerationEvent, Row
@@ -45,7 +45,7 @@ class Generator:
         tokenizer: Of the same bundle.
         max_sequence_length: Most tokens, prompt and new, of a generation; None for the model's.
         prefill_chunk: Most tokens per row in one run of a prompt, >= 1; None for
-            PREFILL_CHUNK_TOKENS, or all at once where the flavour takes no chunks.
+            `kvconv.plan.default_chunk`.
 
     Raises:
         CacheFullError: max_sequence_length is more than the model holds.
@@ -300,7 +300,7 @@ class Generator:
         if wanted is not None:
             check_chunks(attention, batch_size, new_tokens, wanted)
             return wanted
-        return PREFILL_CHUNK_TOKENS if takes_chunks(attention, batch_size) else new_tokens
+        return default_chunk(attention, batch_size, new_tokens)
 
     def _run(
         self,

@@ -23,6 +23,10 @@ class Flavour:
     batched_chunks: bool
     accuracy_levels: tuple[AccuracyLevel, ...]
 
+    def takes_chunks(self, batch_size: int) -> bool:
+        """Tell whether several new tokens may follow a past."""
+        return batch_size == 1 or self.batched_chunks
+
 
 FLAVOURS: Mapping[AttentionFlavour, Flavour] = {
     "flash": Flavour(

@@ -185,10 +185,9 @@ def plan(
         max_sequence_length=context,
         dtype=sizes.cache_dtype,
     )
-    flavour = FLAVOURS[sizes.attention]
-    takes_chunks = batch_size == 1 or flavour.batched_chunks
-    chunk = min(prefill_chunk or (PREFILL_CHUNK_TOKENS if takes_chunks else context), context)
+    chunk = min(prefill_chunk or default_chunk(sizes.attention, batch_size, context), context)
     run = sizes.run
+    grows = not FLAVOURS[sizes.attention].shared_buffer
     return Plan(
         batch_size=batch_size,
         context=context,
@@ -196,11 +195,25 @@ def plan(
         weights=sizes.weight_bytes,
         packed=run.packed_bytes if run else 0,
         cache=cache,
-        growth=0 if flavour.shared_buffer else sum(part.data_bytes for part in cache),
+        growth=0
+        if FLAVOURS[sizes.attention].shared_buffer
+        else sum(part.data_bytes for part in cache),
         logits=batch_size * sizes.vocab_size * _FLOAT32_BYTES,
         workspace=_workspace_bytes(sizes, batch_size * chunk, context),
         program=_PROGRAM_BYTES + _TOKENIZER_BYTES * sizes.vocab_size,
     )
+
+
+def default_chunk(attention: AttentionFlavour, batch_size: int, new_tokens: int) -> int:
+    """Return how many tokens per row of a prompt run at once where nobody chose.
+
+    Args:
+        attention: Flavour of the attention nodes.
+        batch_size: Rows that run together.
+        new_tokens: Tokens per row.
+    """
+    takes_chunks = FLAVOURS[attention].takes_chunks(batch_size)
+    return PREFILL_CHUNK_TOKENS if takes_chunks else new_tokens
 
 
 def _workspace_bytes(sizes: DecoderSizes, tokens: int, context: int) -> int:

@@ -73,7 +73,7 @@ class MemorySize(click.ParamType[int]):
     help="Type of a model's linear weights. [default: that of --dtype]",
 )  # fmt: skip
 @click.option(
-    "--kv-cache-dtype", "cache_dtype", type=click.Choice(list(get_args(PlannedCacheDtype))),
+    "--kv-cache-dtype", type=click.Choice(list(get_args(PlannedCacheDtype))),
     help="Type of a model's keys and values. Others than --dtype are counted, and the plan says "
     "that this version does not export them. [default: that of --dtype]",
 )  # fmt: skip
@@ -139,9 +139,7 @@ def _subject(model: str, options: dict[str, Any]) -> Subject:
         given = [name for name, value in options.items() if value and name != "cache_dir"]
         manifest = read_manifest(path)
         if given:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given)).replace(
-                "--cache-dtype", "--kv-cache-dtype"
-            )
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
             raise click.UsageError(
                 f"{model} is a bundle of {manifest.dtype} activations, {manifest.weights_dtype} "
                 f"weights and a {manifest.cache_layers[0].dtype} cache, and {flags} says how a "
@@ -159,7 +157,7 @@ def _subject(model: str, options: dict[str, Any]) -> Subject:
     with needs_extra("cpu,export"):
         from kvconv.converter.model_sizes import read_sizes
     dtype: ActivationDtype = options.pop("dtype") or "float32"
-    cache_dtype: PlannedCacheDtype = options.pop("cache_dtype") or dtype
+    cache_dtype: PlannedCacheDtype = options.pop("kv_cache_dtype") or dtype
     planned = read_sizes(model, dtype=dtype, cache_dtype=cache_dtype, **options)
     return Subject(
         name=planned.name,
