@@ -195,9 +195,7 @@ def plan(
         weights=sizes.weight_bytes,
         packed=run.packed_bytes if run else 0,
         cache=cache,
-        growth=0
-        if FLAVOURS[sizes.attention].shared_buffer
-        else sum(part.data_bytes for part in cache),
+        growth=sum(part.data_bytes for part in cache) if grows else 0,
         logits=batch_size * sizes.vocab_size * _FLOAT32_BYTES,
         workspace=_workspace_bytes(sizes, batch_size * chunk, context),
         program=_PROGRAM_BYTES + _TOKENIZER_BYTES * sizes.vocab_size,
