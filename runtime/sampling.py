@@ -1,8 +1,9 @@
 """Choosing the next token of one row, with the semantics of transformers' `generate`.
 
-Logits processors are plain callables (token ids so far, logits) -> logits that never write into
-what they are given; a `Sampler` chains them and draws. Rows share nothing, so each may be sampled
-differently.
+Two kinds of plain callables, chained by a `Sampler`: a logits processor (token ids so far, logits)
+-> logits changes all of a row's logits and never writes into what it is given; a token filter
+(logits) -> indices says which of them go on, so that what follows works on those few alone. Rows
+share nothing, so each may be sampled differently.
 """
 
 import math
@@ -17,6 +18,8 @@ from kvconv.errors import KvconvError
 
 Logits = npt.NDArray[np.float32]
 """[vocab_size] float32: one row."""
+Indices = npt.NDArray[np.int64]
+_DRAW_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,17 @@ class LogitsProcessor(Protocol):
         """
 
 
+class TokenFilter(Protocol):
+    """Says which tokens may be drawn."""
+
+    def __call__(self, logits: Logits) -> Indices:
+        """Return the places of those that go on, ascending, at least one.
+
+        Args:
+            logits: [tokens] float32, those of the tokens that are left; not written to.
+        """
+
+
 class Sampler:
     """Chooses the tokens of one row; holds that row's random state.
 
@@ -82,6 +96,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams) -> None:
         self._processors = make_logits_processors(params)
+        self._filters = make_token_filters(params)
         self._random: np.random.Generator | None = None
         if params.temperature > 0:
             self._random = np.random.default_rng(params.seed)
@@ -107,31 +122,40 @@ class Sampler:
             )
         if self._random is None:
             return best
-        cumulative = np.cumsum(np.exp(logits - logits[best], dtype=np.float64))
-        threshold = self._random.random() * cumulative[-1]
-        return int(np.searchsorted(cumulative, threshold, side="right"))
+        ids: Indices | None = None
+        for keep in self._filters:
+            kept = keep(logits)
+            logits = logits[kept]
+            ids = kept if ids is None else ids[kept]
+        drawn = _draw(_weights(logits), self._random.random())
+        return drawn if ids is None else int(ids[drawn])
 
 
 def make_logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
     """Return the processors that params ask for, in transformers' order.
 
-    The penalty comes first and always; the others only when sampling, because they cannot move
-    the maximum.
+    The temperature is left out of greedy choice, because it cannot move the maximum.
     """
     processors: list[LogitsProcessor] = []
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenalty(params.repetition_penalty))
-    if params.temperature == 0:
-        return processors
-    if params.temperature != 1:
+    if params.temperature not in (0, 1):
         processors.append(Temperature(params.temperature))
-    if params.top_k > 0:
-        processors.append(TopK(params.top_k))
-    if params.top_p < 1:
-        processors.append(TopP(params.top_p))
-    if params.min_p > 0:
-        processors.append(MinP(params.min_p))
     return processors
+
+
+def make_token_filters(params: SamplingParams) -> list[TokenFilter]:
+    """Return the filters that params ask for, in transformers' order; none for greedy choice."""
+    filters: list[TokenFilter] = []
+    if params.temperature == 0:
+        return filters
+    if params.top_k > 0:
+        filters.append(TopK(params.top_k))
+    if params.top_p < 1:
+        filters.append(TopP(params.top_p))
+    if params.min_p > 0:
+        filters.append(MinP(params.min_p))
+    return filters
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +194,10 @@ class TopK:
 
     top_k: int
 
-    def __call__(self, token_ids: Sequence[int], logits: Logits) -> Logits:
-        """Return logits with all others at minus infinity."""
+    def __call__(self, logits: Logits) -> Indices:
+        """Return the places of the k largest."""
         top_k = min(self.top_k, logits.size)
-        return _keep(logits, logits >= np.partition(logits, -top_k)[-top_k])
+        return np.flatnonzero(logits >= np.partition(logits, -top_k)[-top_k])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,19 +209,18 @@ class TopP:
 
     top_p: float
 
-    def __call__(self, token_ids: Sequence[int], logits: Logits) -> Logits:
-        """Return logits with all others at minus infinity."""
-        probabilities = _softmax(logits)
-        cut = 1 - self.top_p
+    def __call__(self, logits: Logits) -> Indices:
+        """Return the places of the nucleus."""
+        weights = _weights(logits)
+        total = weights.sum(dtype=np.float64)
+        cut = (1 - self.top_p) * total
         # All tokens below an equal share of the cut add up to less than it: they need no sorting.
-        candidates = np.flatnonzero(probabilities >= cut / logits.size)
-        ascending = candidates[np.argsort(probabilities[candidates], kind="stable")]
-        unsorted = 1 - probabilities[candidates].sum()
-        is_cut = unsorted + np.cumsum(probabilities[ascending]) <= cut
+        candidates = np.flatnonzero(weights >= min(cut / weights.size, 1))
+        ascending = candidates[np.argsort(weights[candidates], kind="stable")]
+        sums = np.cumsum(weights[ascending], dtype=np.float64)
+        is_cut = total - sums[-1] + sums <= cut
         is_cut[-1] = False
-        kept = np.zeros(logits.shape, np.bool_)
-        kept[ascending[~is_cut]] = True
-        return _keep(logits, kept)
+        return np.sort(ascending[~is_cut])
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +229,39 @@ class MinP:
 
     min_p: float
 
-    def __call__(self, token_ids: Sequence[int], logits: Logits) -> Logits:
-        """Return logits with all others at minus infinity."""
-        probabilities = _softmax(logits)
-        return _keep(logits, probabilities >= self.min_p * probabilities.max())
+    def __call__(self, logits: Logits) -> Indices:
+        """Return their places."""
+        return np.flatnonzero(_weights(logits) >= self.min_p)
 
 
-def _keep(logits: Logits, kept: npt.NDArray[np.bool_]) -> Logits:
-    return np.where(kept, logits, np.float32(-np.inf))
+def _weights(logits: Logits) -> npt.NDArray[np.float32]:
+    """Return probabilities in parts of the largest."""
+    return np.asarray(np.exp(logits - logits.max()))
 
 
-def _softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    weights = np.exp(logits - logits.max(), dtype=np.float64)
-    return np.asarray(weights / weights.sum())
+def _draw(weights: npt.NDArray[np.float32], uniform: float) -> int:
+    """Return a place, each as likely as its weight.
+
+    A block of them is drawn first: one running sum over a whole vocabulary takes longer than all
+    else that sampling does.
+
+    Args:
+        weights: [tokens] float32, >= 0, not all 0.
+        uniform: In [0, 1), what chance says.
+    """
+    starts = np.arange(0, weights.size, _DRAW_BLOCK)
+    block, rest = _place(np.add.reduceat(weights, starts), uniform)
+    start = block * _DRAW_BLOCK
+    return start + _place(weights[start : start + _DRAW_BLOCK], rest)[0]
+
+
+def _place(weights: npt.NDArray[np.float32], uniform: float) -> tuple[int, float]:
+    """Return where the running sum first exceeds `uniform` of the whole, and how far in, < 1."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    threshold = uniform * sums[-1]
+    place = int(np.searchsorted(sums, threshold, side="right"))
+    before = sums[place - 1] if place else 0.0
+    return place, float((threshold - before) / (sums[place] - before))
 
 
 def _check(name: str, value: Any, valid: bool, interval: str) -> None:

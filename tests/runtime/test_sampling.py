@@ -7,7 +7,12 @@ import transformers
 from transformers.generation import logits_process
 
 from kvconv.errors import KvconvError
-from kvconv.runtime.sampling import Sampler, SamplingParams, make_logits_processors
+from kvconv.runtime.sampling import (
+    Sampler,
+    SamplingParams,
+    make_logits_processors,
+    make_token_filters,
+)
 
 PROMPT = [3, 7, 7, 1, 0, 3]
 
@@ -38,12 +43,20 @@ def transformers_logits(
 
 
 def kvconv_logits(params: SamplingParams, token_ids: list[int], logits: np.ndarray) -> np.ndarray:
+    """Return the logits after all processors, minus infinity where a filter cut."""
     for processor in make_logits_processors(params):
         before = logits.copy()
         logits_after = processor(token_ids, logits)
         assert np.array_equal(logits, before), "a processor wrote into its input"
         logits = logits_after
-    return logits
+    ids = np.arange(logits.size)
+    for keep in make_token_filters(params):
+        kept = keep(logits[ids])
+        assert np.all(np.diff(kept) > 0)
+        ids = ids[kept]
+    filtered = np.full_like(logits, -np.inf)
+    filtered[ids] = logits[ids]
+    return filtered
 
 
 @pytest.mark.parametrize(
@@ -101,7 +114,8 @@ def test_order_equals_that_of_transformers_generate():
     )
     params = SamplingParams(temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.2)
     short = [type(processor).__name__.partition("Logits")[0] for processor in theirs]
-    ours = [type(processor).__name__ for processor in make_logits_processors(params)]
+    chain = [*make_logits_processors(params), *make_token_filters(params)]
+    ours = [type(link).__name__ for link in chain]
     assert short == ours
 
 
@@ -126,6 +140,7 @@ def test_greedy_applies_the_repetition_penalty_once_per_id():
 def test_greedy_ignores_the_other_filters():
     params = SamplingParams(temperature=0, top_k=1, top_p=0.1, min_p=0.9, seed=1)
     assert make_logits_processors(params) == []
+    assert make_token_filters(params) == []
 
 
 def test_draws_follow_the_distribution():
@@ -134,6 +149,18 @@ def test_draws_follow_the_distribution():
     draws = np.bincount([sampler([0], logits) for _ in range(20_000)], minlength=4) / 20_000
     # Four standard deviations of the largest frequency are 0.014.
     np.testing.assert_allclose(draws, [0.5, 0.3, 0.15, 0.05], atol=0.015)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_draws_over_several_blocks_follow_the_distribution(size):
+    logits = np.full(size, -np.inf, np.float32)
+    likely = np.unique([0, size // 2, size - 1])
+    logits[likely] = np.log(np.arange(1, likely.size + 1, dtype=np.float32))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=0))
+    draws = np.bincount([sampler([0], logits) for _ in range(20_000)], minlength=size) / 20_000
+    expected = np.arange(1, likely.size + 1) / np.arange(1, likely.size + 1).sum()
+    np.testing.assert_allclose(draws[likely], expected, atol=0.015)
+    assert draws[likely].sum() == 1
 
 
 def test_draws_never_leave_the_filter():
