@@ -5,6 +5,7 @@
 // activations. Everything is static and nothing of it may be shared between instruction sets.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -106,10 +107,11 @@ static inline float largest_magnitude(const float* p) {
   return float_from_bits(largest);
 }
 
-// The integer nearest to x, ties to even, and 0 for a NaN; magnitudes up to 2^22.
+// The integer nearest to x, ties to even, and 0 for a NaN or what is out of reach. No adding of a
+// large number: a compiler may fuse that with the product that x is, and ties fall otherwise then.
 static inline std::int32_t round_one(float x) {
-  const float rounded = (x + 12582912.0F) - 12582912.0F;  // 1.5 * 2^23
-  return rounded >= -4194304.0F && rounded <= 4194304.0F ? static_cast<std::int32_t>(rounded) : 0;
+  const bool is_in_reach = x >= -4194304.0F && x <= 4194304.0F;
+  return is_in_reach ? static_cast<std::int32_t>(std::lrint(x)) : 0;
 }
 // Rounds 16 floats times `factor` (magnitudes up to 127) to bytes and adds them to pairs as
 // start_of takes them.
