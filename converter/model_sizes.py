@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from kvconv.cache_layout import ELEMENT_BYTES
 from kvconv.converter.decoder_spec import (
     cache_layers,
     cache_shapes,
@@ -22,8 +23,8 @@ from kvconv.converter.quiet import quiet
 from kvconv.converter.rope import fixed_length
 from kvconv.converter.weight_sizes import weight_bytes
 from kvconv.errors import UnsupportedModelError, root_cause
-from kvconv.manifest import ActivationDtype, CacheLayer, QuantizedDtype, RunSizes
-from kvconv.plan import CACHE_ELEMENTS, DecoderSizes, PlannedCacheDtype
+from kvconv.manifest import ActivationDtype, CacheDtype, CacheLayer, QuantizedDtype, RunSizes
+from kvconv.plan import DecoderSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def read_sizes(
     *,
     dtype: ActivationDtype,
     weights: QuantizedDtype | None,
-    cache_dtype: PlannedCacheDtype,
+    cache_dtype: CacheDtype,
     revision: str | None = None,
     cache_dir: Path | None = None,
     trust_remote_code: bool = False,
@@ -80,7 +81,7 @@ def _sizes(
     loaded: LoadedModel,
     dtype: ActivationDtype,
     weights: QuantizedDtype | None,
-    cache_dtype: PlannedCacheDtype,
+    cache_dtype: CacheDtype,
 ) -> PlannedModel:
     model = loaded.model
     config = model.config.get_text_config(decoder=True)
@@ -103,14 +104,13 @@ def _sizes(
             num_key_value_heads=shape.num_key_value_heads,
             key_head_dim=shape.key_head_dim,
             value_head_dim=shape.value_head_dim,
-            dtype=dtype,
+            dtype=cache_dtype,
             window_size=getattr(layer, "sliding_window", None),
         )
         for shape, layer in zip(cache_shapes(model, output), cache_layers(output), strict=True)
     )
     sizes = DecoderSizes(
         cache_layers=layers,
-        cache_dtype=cache_dtype,
         attention="flash",
         weight_bytes=weight_bytes(model, order, dtype=dtype, weights=weights, gguf=loaded.gguf),
         vocab_size=output.logits.shape[-1],
@@ -147,7 +147,7 @@ def run_sizes(
     dropped = sum(
         linear.parameter.numel() for linear in linears.values() if not (linear.is_head and is_tied)
     )
-    dropped *= CACHE_ELEMENTS[dtype].bits // 8
+    dropped *= ELEMENT_BYTES[dtype]
     return RunSizes(
         num_attention_heads=config.num_attention_heads,
         activation_width=max(

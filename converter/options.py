@@ -11,6 +11,7 @@ from kvconv.manifest import (
     AccuracyLevel,
     ActivationDtype,
     AttentionFlavour,
+    CacheDtype,
     Quantization,
     QuantizedDtype,
     Verification,
@@ -37,6 +38,7 @@ class ExportOptions:
         accuracy_level: For products with quantised weights: what activations become; see
             `kvconv.manifest.Quantization`. None is the flavour's default.
         attention: Flavour of the attention nodes.
+        kv_cache_dtype: How keys and values are stored; None is `dtype`.
         max_sequence_length: Most tokens (prompt and new) a cache may hold; None is what the model
             was made for, or the part of it that a cache can follow (longrope).
         opset: Version of the default ONNX domain, 18 to 23.
@@ -55,6 +57,7 @@ class ExportOptions:
     symmetric: bool | None = None
     accuracy_level: AccuracyLevel | None = None
     attention: AttentionFlavour = "flash"
+    kv_cache_dtype: CacheDtype | None = None
     max_sequence_length: int | None = None
     opset: int = DEFAULT_OPSET
     revision: str | None = None
@@ -93,6 +96,21 @@ class ExportOptions:
         """
         rounds_both = self.weights == "int8" and self.chosen_accuracy_level == 4
         return self.block_size or (16 if rounds_both else 32)
+
+    def cache_dtype(self) -> CacheDtype:
+        """Return how keys and values are stored.
+
+        Raises:
+            ExportError: The flavour stores them as the activations are, and no other way.
+        """
+        chosen = self.kv_cache_dtype or self.dtype
+        if chosen != self.dtype and not FLAVOURS[self.attention].own_cache_dtype:
+            raise ExportError(
+                f"--kv-cache-dtype {chosen} was asked for, but the operators of the "
+                f"{self.attention} flavour take keys and values of the activations' type, "
+                f"{self.dtype}. Leave it out, or take --attention flash."
+            )
+        return chosen
 
     def quantization(self) -> Quantization | None:
         """Return how linear weights are quantised; None if they are not.

@@ -25,7 +25,7 @@ from kvconv.converter.options import (
 )
 from kvconv.errors import ExportError
 from kvconv.manifest import (
-    ActivationDtype,
+    CacheDtype,
     CacheLayer,
     Manifest,
     Quantization,
@@ -38,6 +38,7 @@ _MOST_QUANTIZED_BYTES = 1.5
 """Of a weight: 8 bits, and its share of a block's scales, which an embedding may have twice."""
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
     from transformers import PreTrainedTokenizerBase
 
     from kvconv.converter.decoder_spec import DecoderSpec
@@ -139,7 +140,7 @@ def _trace(
 ) -> _Traced:
     """Do all that needs PyTorch; its model dies with this function's frame."""
     revision = options.revision
-    options.quantization()  # refuses what contradicts itself before anything is loaded
+    options.cache_dtype(), options.quantization()  # refuse contradictions before loading
     if parse_model_name(model, revision).kind == "hub":
         with stages("start"):  # some seconds, which are no download
             from kvconv.converter.load import fetch
@@ -281,6 +282,7 @@ def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> 
         attention=options.attention,
         opset=options.opset,
         max_sequence_length=max_sequence_length,
+        cache_dtype=options.cache_dtype(),
         without=options.without - {"pack", "sort_columns"},
     )
     write_graph(graph, path)
@@ -300,7 +302,8 @@ def _finish(
     if options.attention == "flash":
         shutil.copyfile(library_path(), folder / names.LIBRARY_FILE)
     onnx.checker.check_model(folder / names.MODEL_FILE)
-    graph = onnx.load(folder / names.MODEL_FILE, load_external_data=False).graph
+    model = onnx.load(folder / names.MODEL_FILE, load_external_data=False)
+    graph = model.graph
     spec = traced.spec
     manifest = Manifest(
         source=traced.source,
@@ -311,13 +314,13 @@ def _finish(
         weights_dtype=options.weights or options.dtype,
         quantization=_quantization(options, traced.weights),
         opset=options.opset,
-        op_version=names.OP_VERSION if options.attention == "flash" else None,
+        op_version=_op_version(model) if options.attention == "flash" else None,
         vocab_size=spec.vocab_size,
         max_sequence_length=traced.max_sequence_length,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         pad_token_id=spec.pad_token_id,
-        cache_layers=_cache_layers(spec, options.dtype, report.windows),
+        cache_layers=_cache_layers(spec, options.cache_dtype(), report.windows),
         inputs=tuple(value.name for value in graph.input),
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
@@ -336,8 +339,13 @@ def _quantization(options: ExportOptions, report: WeightsReport | None) -> Quant
     return dataclasses.replace(quantization, stored_bytes=report.stored_bytes)
 
 
+def _op_version(model: "ModelProto") -> int:
+    """Return the version of the operator domain that a graph says it needs."""
+    return next(entry.version for entry in model.opset_import if entry.domain == names.OP_DOMAIN)
+
+
 def _cache_layers(
-    spec: "DecoderSpec", dtype: ActivationDtype, windows: tuple[int | None, ...]
+    spec: "DecoderSpec", dtype: CacheDtype, windows: tuple[int | None, ...]
 ) -> tuple[CacheLayer, ...]:
     return tuple(
         CacheLayer(

@@ -13,13 +13,13 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
+from kvconv.cache_layout import ELEMENT_BYTES
 from kvconv.converter.gguf_reading import fast_reading
 from kvconv.converter.linear_sizes import LinearSize, linear_sizes
 from kvconv.converter.nbits_layout import GROUP_ROWS
 from kvconv.converter.options import ExportOptions
 from kvconv.converter.weights import INLINE_BYTES
 from kvconv.manifest import ActivationDtype, QuantizedDtype
-from kvconv.plan import CACHE_ELEMENTS
 
 _EXACT_TYPES = frozenset({Type.Q4_0, Type.Q4_1, Type.Q4_K})
 """Blocks of 32 with 4 bits, a scale and a minimum: what int4 holds without loss."""
@@ -44,7 +44,7 @@ def weight_bytes(
         weights: Of the linear ones; None is `dtype`.
         gguf: The file that the model comes from, if it is one.
     """
-    float_bytes = CACHE_ELEMENTS[dtype].bits // 8
+    float_bytes = ELEMENT_BYTES[dtype]
     parameters = {id(weight): weight for weight in model.parameters()}
     total = sum(weight.numel() for weight in parameters.values()) * float_bytes
     if weights is None:

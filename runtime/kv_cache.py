@@ -2,7 +2,8 @@
 
 `SharedBufferCache` (flash and gqa bundles) binds past and present to the same memory, so a run
 copies nothing; `ConcatCache` (standard bundles) takes each run's longer presents as the next pasts.
-Both live in host memory. Rings, blocks and quantised elements can come behind the same interface.
+Both live in host memory. `kvconv.cache_layout` says which tensors a layer has: keys and values, and
+scales where they are quantised. Rings and blocks can come behind the same interface.
 """
 
 from abc import ABC, abstractmethod
@@ -14,24 +15,27 @@ import numpy.typing as npt
 import onnxruntime
 
 from kvconv import names
+from kvconv.cache_layout import ElementType, stored_tensors
 from kvconv.errors import CacheFullError
 from kvconv.manifest import CacheLayer
 
-# dtype -> (type of the numpy array that owns the memory, ONNX TensorProto element type). numpy has
-# no bfloat16; ONNX Runtime is told what the 16 bits mean.
-_ELEMENT_TYPES: dict[str, tuple[npt.DTypeLike, int]] = {
+# Type of the numpy array that owns the memory, ONNX TensorProto element type. numpy has no
+# bfloat16; ONNX Runtime is told what the 16 bits mean.
+_ELEMENT_TYPES: dict[ElementType, tuple[npt.DTypeLike, int]] = {
     "float32": (np.float32, 1),
     "float16": (np.float16, 10),
     "bfloat16": (np.uint16, 16),
+    "int8": (np.int8, 3),
+    "uint8": (np.uint8, 2),
 }
 _ALIGNMENT_BYTES = 64
 
 
 class CacheTensor(NamedTuple):
-    """One key or value tensor: memory owned by numpy, and ONNX Runtime's view of it.
+    """One tensor of a layer: memory owned by numpy, and ONNX Runtime's view of it.
 
     Attributes:
-        array: [batch_size, num_key_value_heads, slots, head_dim] (BNSH).
+        array: [batch_size, num_key_value_heads, slots, width] (BNSH).
         value: The same memory with its ONNX type.
     """
 
@@ -40,7 +44,7 @@ class CacheTensor(NamedTuple):
 
 
 class BoundArrays:
-    """The arrays that a binding has beside keys and values: what keeps its shape is bound once.
+    """The arrays that a binding has beside the cache: what keeps its shape is bound once.
 
     Args:
         binding: Bound to, as long as this lives.
@@ -94,7 +98,7 @@ class KVCache(ABC):
     Attributes:
         batch_size: Sequences held.
         capacity: Most tokens per sequence.
-        arrays: What the binding of `prepare_run` has beside keys and values.
+        arrays: What the binding of `prepare_run` has beside the cache.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class KVCache(ABC):
         self.batch_size = batch_size
         self.capacity = capacity
         self._layers = tuple(layers)
+        self._stored = [(i, t) for i, layer in enumerate(layers) for t in stored_tensors(layer)]
         self._new_binding = new_binding
         self._binding = new_binding()
         self.arrays = BoundArrays(self._binding)
@@ -172,19 +177,16 @@ class KVCache(ABC):
         """Return an independent copy with the same tokens and capacity."""
 
     def _new_tensors(self, slots: int) -> list[CacheTensor]:
-        """Allocate key and value of every layer, in graph order; the content is undefined."""
+        """Allocate all tensors of every layer, in layer order; the content is undefined."""
         return [
-            _new_tensor((self.batch_size, layer.num_key_value_heads, slots, width), layer.dtype)
-            for layer in self._layers
-            for width in (layer.key_head_dim, layer.value_head_dim)
+            _new_tensor((self.batch_size, tensor.num_heads, slots, tensor.width), tensor.element)
+            for _, tensor in self._stored
         ]
 
     def _bind(self, pasts: Sequence[CacheTensor], presents: Sequence[CacheTensor]) -> None:
-        for i in range(len(self._layers)):
-            self._binding.bind_ortvalue_input(names.past_key(i), pasts[2 * i].value)
-            self._binding.bind_ortvalue_input(names.past_value(i), pasts[2 * i + 1].value)
-            self._binding.bind_ortvalue_output(names.present_key(i), presents[2 * i].value)
-            self._binding.bind_ortvalue_output(names.present_value(i), presents[2 * i + 1].value)
+        for (layer, tensor), past, present in zip(self._stored, pasts, presents, strict=True):
+            self._binding.bind_ortvalue_input(names.past(layer, tensor.name), past.value)
+            self._binding.bind_ortvalue_output(names.present(layer, tensor.name), present.value)
 
     def _check_rewind(self, length: int) -> None:
         if not 0 <= length <= self._length:
@@ -270,9 +272,9 @@ class ConcatCache(KVCache):
         return tensors
 
 
-def _new_tensor(shape: tuple[int, ...], dtype: str) -> CacheTensor:
+def _new_tensor(shape: tuple[int, ...], element: ElementType) -> CacheTensor:
     """Allocate without touching the memory, on a boundary that suits vector loads."""
-    storage, element_type = _ELEMENT_TYPES[dtype]
+    storage, element_type = _ELEMENT_TYPES[element]
     num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
     memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from kvconv import memory, names, plan
+from kvconv.cache_layout import stored_tensors
 from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
 from kvconv.flavour import FLAVOURS
 from kvconv.manifest import Manifest
@@ -269,9 +270,9 @@ class Session:
         found_outputs = {value.name for value in self._session.get_outputs()}
         required = {names.INPUT_IDS, names.ATTENTION_MASK, names.NUM_LOGITS_TO_KEEP}
         outputs = {names.LOGITS}
-        for i in range(len(self.manifest.cache_layers)):
-            required |= {names.past_key(i), names.past_value(i)}
-            outputs |= {names.present_key(i), names.present_value(i)}
+        for i, layer in enumerate(self.manifest.cache_layers):
+            required |= {names.past(i, tensor.name) for tensor in stored_tensors(layer)}
+            outputs |= {names.present(i, tensor.name) for tensor in stored_tensors(layer)}
         wrong = (found_inputs ^ set(self.manifest.inputs)) | (required - found_inputs)
         wrong |= (found_outputs ^ set(self.manifest.outputs)) | (outputs - found_outputs)
         if wrong:

@@ -21,18 +21,20 @@ The flash flavour, in order, and why:
 8. `heads`                Transposes and Reshapes around the op disappear.
 9. `scale`                A constant factor of the query goes into the op's scale.
 10. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
-11. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
-12. `gated`               act(gate) * up -> GatedActivation.
-13. `skip_norm`           Residual Add and norm -> one node. After `norm`.
-14. `num_logits_to_keep`  Slice in front of the LM head.
-15. `float32_logits`      After the Slice, so that only kept logits are cast.
-16. `tidy`                Again, over what the rules left behind.
-17. `cache_use`           A check: nothing but the op may look at the cache.
-18. `calls`               A check: masks are causal, and say what the attention calls said.
+11. `balance_heads`       For quantised caches: those norms' weights. After `head_norm`.
+12. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
+13. `stored_cache`        Keys and values get the type that they are stored in, and scales.
+14. `gated`               act(gate) * up -> GatedActivation.
+15. `skip_norm`           Residual Add and norm -> one node. After `norm`.
+16. `num_logits_to_keep`  Slice in front of the LM head.
+17. `float32_logits`      After the Slice, so that only kept logits are cast.
+18. `tidy`                Again, over what the rules left behind.
+19. `cache_use`           A check: nothing but the op may look at the cache.
+20. `calls`               A check: masks are causal, and say what the attention calls said.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10, 12 and 13.
-The standard flavour replaces 5 to 13 by `standard` (ONNX Attention or decomposed operators), and
-has no use for 17.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10, 11 and 13 to
+15. The standard flavour replaces 5 to 15 by `standard` (ONNX Attention or decomposed operators),
+and has no use for 19.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -47,6 +49,7 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite import (
+    balance_heads,
     cache_use,
     calls,
     eager,
@@ -65,13 +68,14 @@ from kvconv.converter.rewrite import (
     scale,
     skip_norm,
     standard,
+    stored_cache,
     tidy,
 )
 from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find
 from kvconv.converter.rewrite.io import read_graph, restore_overridable, write_graph
 from kvconv.errors import RewriteError
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import AttentionFlavour
+from kvconv.manifest import AttentionFlavour, CacheDtype
 
 __all__ = [
     "OPTIONAL_RULES",
@@ -97,7 +101,10 @@ _BEFORE: tuple[Rule, ...] = (tidy, norm, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads, scale)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, *_FLASH, head_norm, packed_qkv, gated, skip_norm, *_AFTER),
+    "flash": (
+        *(*_BEFORE, *_FLASH, head_norm, balance_heads, packed_qkv, stored_cache),
+        *(gated, skip_norm, *_AFTER),
+    ),
     "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
@@ -110,9 +117,20 @@ _MUST_REWRITE = {
 """Rules that must rewrite every attention -> operator and domain of what they rewrite."""
 OPTIONAL_RULES = frozenset(
     rule.NAME
-    for rule in (norm, mask, rotary, heads, scale, head_norm, packed_qkv, gated, skip_norm)
+    for rule in (
+        norm,
+        mask,
+        rotary,
+        heads,
+        scale,
+        head_norm,
+        balance_heads,
+        packed_qkv,
+        gated,
+        skip_norm,
+    )
 )
-"""Rules that make a graph fast, without which it computes the same."""
+"""Rules that make a graph fast or its cache more exact, without which it computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +155,7 @@ def rewrite(
     attention: AttentionFlavour,
     opset: int,
     max_sequence_length: int | None = None,
+    cache_dtype: CacheDtype | None = None,
     without: Collection[str] = (),
 ) -> RewriteReport:
     """Rewrite a traced graph in place.
@@ -148,6 +167,7 @@ def rewrite(
         opset: Version of the default ONNX domain that the graph uses.
         max_sequence_length: Most tokens a cache will hold; without it the gqa flavour leaves
             rotation outside its nodes.
+        cache_dtype: How keys and values are stored; None for the activations' type. Flash only.
         without: Names of optional rules to leave out, which shows what each is worth.
 
     Raises:
@@ -159,7 +179,7 @@ def rewrite(
         raise ValueError(f"without is {set(without)}; it may hold {sorted(OPTIONAL_RULES)}")
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
-    editor = Editor(graph, max_sequence_length=max_sequence_length)
+    editor = Editor(graph, max_sequence_length=max_sequence_length, cache_dtype=cache_dtype)
     is_done = num_logits.is_done(graph)
     num_layers = 0 if is_done else _count_layers(graph)
     if not num_layers and not is_done:

@@ -15,7 +15,9 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from kvconv import names
+from kvconv.cache_layout import GROUP_WIDTH
 from kvconv.errors import RewriteError
+from kvconv.manifest import CacheDtype
 
 _SHARED_CONSTANT_BYTES = 1024
 _OPERANDS = {name: index for index, name in enumerate(names.FLASH_ATTENTION_INPUTS)}
@@ -59,11 +61,19 @@ class Editor:
     Attributes:
         graph: The graph being edited, in place.
         max_sequence_length: Most tokens a cache of this model will hold; None if not known.
+        cache_dtype: How keys and values will be stored; None for what they are.
     """
 
-    def __init__(self, graph: gs.Graph, *, max_sequence_length: int | None = None) -> None:
+    def __init__(
+        self,
+        graph: gs.Graph,
+        *,
+        max_sequence_length: int | None = None,
+        cache_dtype: CacheDtype | None = None,
+    ) -> None:
         self.graph = graph
         self.max_sequence_length = max_sequence_length
+        self.cache_dtype = cache_dtype
         self._names = set(graph.tensors()) | {node.name for node in graph.nodes}
         self._names |= {tensor.name for tensor in [*graph.inputs, *graph.outputs]}
         self._constants: dict[object, gs.Constant] = {}
@@ -189,12 +199,35 @@ def get_operand(node: gs.Node, name: str) -> gs.Tensor | None:
 
 def operand_heads(node: gs.Node) -> dict[str, tuple[int, int]]:
     """Return heads and width of a head for a FlashAttention node's query, key and value."""
-    key, value = (node.inputs[_OPERANDS[name]].shape for name in ("past_key", "past_value"))
+    kv_heads = node.inputs[_OPERANDS["past_key"]].shape[1]
+    key_width, value_width = (_head_width(node, name, kv_heads) for name in ("key", "value"))
     return {
-        "query": (node.attrs["num_heads"], key[3]),
-        "key": (key[1], key[3]),
-        "value": (value[1], value[3]),
+        "query": (node.attrs["num_heads"], key_width),
+        "key": (kv_heads, key_width),
+        "value": (kv_heads, value_width),
     }
+
+
+def _head_width(node: gs.Node, name: str, kv_heads: int) -> int:
+    """Return the numbers of a key or value head, which an int4 cache packs."""
+    past = node.inputs[_OPERANDS[f"past_{name}"]]
+    if past.dtype != np.uint8:
+        return int(past.shape[3])
+    operand = get_operand(node, name)
+    if operand is not None:
+        return int(operand.shape[2]) // kv_heads
+    return GROUP_WIDTH * int(node.inputs[_OPERANDS[f"past_{name}_scale"]].shape[3])
+
+
+def may_pack(editor: Editor, node: gs.Node) -> bool:
+    """Tell whether a FlashAttention node may read query, key and value as one tensor.
+
+    The op learns from the cache how wide heads are; an int4 cache tells it in whole groups.
+    """
+    if editor.cache_dtype != "int4":
+        return True
+    sizes = operand_heads(node)
+    return all(sizes[name][1] % GROUP_WIDTH == 0 for name in ("key", "value"))
 
 
 def set_operand(node: gs.Node, name: str, tensor: gs.Tensor | None) -> None:

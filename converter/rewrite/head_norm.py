@@ -20,6 +20,7 @@ from kvconv.converter.rewrite.graph import (
     Outcome,
     find,
     get_operand,
+    may_pack,
     operand_heads,
     producer,
     set_operand,
@@ -48,7 +49,7 @@ def apply(editor: Editor) -> Outcome:
     """Replace the norms of query and key of every attention node that has both."""
     count = 0
     for node in find(editor.graph, names.OP_NAME, names.OP_DOMAIN):
-        match = _pattern(node)
+        match = _pattern(node) if may_pack(editor, node) else None
         if match is not None:
             _rewrite(editor, node, *match)
             count += 1

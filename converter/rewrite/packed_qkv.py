@@ -12,7 +12,7 @@ kvconv::FlashAttention and com.microsoft::GroupQueryAttention have these as thei
 import onnx_graphsurgeon as gs
 
 from kvconv import names
-from kvconv.converter.rewrite.graph import Editor, Outcome, find, optional_input
+from kvconv.converter.rewrite.graph import Editor, Outcome, find, may_pack, optional_input
 from kvconv.converter.rewrite.match import columns, packed_source
 
 NAME = "packed_qkv"
@@ -26,7 +26,7 @@ def apply(editor: Editor) -> Outcome:
     """Pack the operands of every attention node that reads all columns of one tensor in order."""
     count = 0
     for node in (node for op in _OPS for node in find(editor.graph, *op)):
-        packed = _pattern(node)
+        packed = _pattern(node) if may_pack(editor, node) else None
         if packed is not None:
             for index, tensor in enumerate((packed, gs.Variable.empty(), gs.Variable.empty())):
                 node.inputs[index] = tensor

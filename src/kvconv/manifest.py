@@ -19,7 +19,7 @@ from kvconv import __version__
 from kvconv.errors import BundleError, VerificationError
 from kvconv.names import MANIFEST_FILE
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
@@ -28,12 +28,14 @@ ActivationDtype = Literal["float32", "float16"]
 QuantizedDtype = Literal["int8", "int4"]
 AccuracyLevel = Literal[1, 2, 4]
 WeightsDtype = Literal["float32", "float16", "int8", "int4"]
-CacheDtype = Literal["float32", "float16", "bfloat16"]
+CacheDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 CacheMode = Literal["auto", "ring"]
 _LATER_FIELDS = frozenset({"quantization", "exceeded", "run_sizes"})
 """Fields that older formats do not have; their defaults say what is true of those bundles."""
 FLOAT_WEIGHTS = "float weights"
 """The check of a bundle with quantised weights against PyTorch with those they were made of."""
+FLOAT_CACHE = "float cache"
+"""The check of a bundle with a quantised cache against PyTorch, whose cache is not."""
 _CHECKSUM_KEY = "manifest_sha256"
 _NO_CHECKSUM = "0" * 64
 
@@ -61,9 +63,9 @@ class CacheLayer:
 
     Attributes:
         num_key_value_heads: Heads stored.
-        key_head_dim: Width of a key head.
-        value_head_dim: Width of a value head.
-        dtype: Type of the stored elements.
+        key_head_dim: Numbers of a key head; `kvconv.cache_layout` says how wide they are stored.
+        value_head_dim: Numbers of a value head.
+        dtype: How they are stored.
         window_size: Tokens a query sees, itself included; None for all.
         cache_mode: `auto` (shared buffer or concat), or `ring` with `capacity` slots.
         capacity: Slots of a ring; None where the caller chooses.
@@ -176,7 +178,12 @@ class Verification:
             if not check.passed:
                 tolerance = self.tolerance or 0.0
                 remedy = "Please report this model"
-                if check.name == FLOAT_WEIGHTS:
+                if check.name == FLOAT_CACHE:
+                    remedy = (
+                        "Keys and values that lose too much in so few bits need "
+                        "--kv-cache-dtype int8, or float16"
+                    )
+                elif check.name == FLOAT_WEIGHTS:
                     remedy = (
                         "Weights that lose too much in so few bits need --weights int8, "
                         "--block-size 16, or no --pure and --symmetric; with all of these, please "

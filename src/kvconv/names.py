@@ -3,6 +3,8 @@
 The graph names are the ecosystem's: optimum and onnxruntime-genai use the same.
 """
 
+from typing import Literal
+
 INPUT_IDS = "input_ids"
 """int64 [batch_size, sequence_length]."""
 ATTENTION_MASK = "attention_mask"
@@ -25,11 +27,13 @@ GATED_ACTIVATION = "GatedActivation"
 SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
 SKIP_LAYER_NORMALIZATION = "SkipLayerNormalization"
 HEAD_RMS_NORMALIZATION = "HeadRMSNormalization"
-OP_VERSION = 2
-"""Version of the operator domain that this kvconv writes and runs.
+OP_VERSION = 3
+"""Latest version of the operator domain that this kvconv writes and runs.
 
-Version 1 had other layouts of quantised weights; all else is the same.
+Version 1 had other layouts of quantised weights, version 2 no quantised caches.
 """
+PLAIN_OP_VERSION = 2
+"""Version that a graph needs which uses nothing newer."""
 
 ORT_DOMAIN = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""
@@ -84,21 +88,34 @@ TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
+CacheTensorName = Literal["key", "value", "key_scale", "value_scale"]
+
+
+def past(layer_index: int, tensor: CacheTensorName) -> str:
+    """Return the graph input that holds a tensor of a layer's cache."""
+    return f"past_key_values.{layer_index}.{tensor}"
+
+
+def present(layer_index: int, tensor: CacheTensorName) -> str:
+    """Return the graph output that holds a tensor of a layer's cache after the run."""
+    return f"present.{layer_index}.{tensor}"
+
+
 def past_key(layer_index: int) -> str:
     """Return the graph input that holds a layer's cached keys."""
-    return f"past_key_values.{layer_index}.key"
+    return past(layer_index, "key")
 
 
 def past_value(layer_index: int) -> str:
     """Return the graph input that holds a layer's cached values."""
-    return f"past_key_values.{layer_index}.value"
+    return past(layer_index, "value")
 
 
 def present_key(layer_index: int) -> str:
     """Return the graph output that holds a layer's keys after the run."""
-    return f"present.{layer_index}.key"
+    return present(layer_index, "key")
 
 
 def present_value(layer_index: int) -> str:
     """Return the graph output that holds a layer's values after the run."""
-    return f"present.{layer_index}.value"
+    return present(layer_index, "value")

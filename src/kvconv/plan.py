@@ -5,20 +5,18 @@ scales are counted to the byte and logits too; the workspace of a run and what t
 itself are estimates, made of what was measured on the CPU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from kvconv.cache_layout import stored_tensors
 from kvconv.errors import NotEnoughMemoryError
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import AttentionFlavour, CacheDtype, CacheLayer, Manifest, RunSizes
+from kvconv.manifest import AttentionFlavour, CacheLayer, Manifest, RunSizes
 from kvconv.names import MODEL_FILE, WEIGHTS_FILE
 
 PREFILL_CHUNK_TOKENS = 512
 """Tokens per row in one run of a prefill: bounds the activations, and lets Ctrl-C through."""
-
-PlannedCacheDtype = Literal[CacheDtype, "int8", "int4"]
-"""What can be counted; `CacheDtype` is what bundles of this version may hold."""
 
 _WIDTHS_PER_TOKEN = 5
 """Numbers that a run holds per token, in parts of `RunSizes.activation_width`: 4.7 in SmolLM2 and
@@ -34,39 +32,6 @@ while it is read."""
 _MOST = 2**40
 DEFAULT_CONVERSATION_TOKENS = 8192
 """Capacity of a conversation's cache where nobody chose one and the model holds more."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheElement:
-    """How a dtype stores the numbers of a key or value head.
-
-    Attributes:
-        bits: Of each number.
-        numbers_per_scale: Numbers of a head that share a float32 scale; 0 for all of the head, None
-            where there are no scales.
-    """
-
-    bits: int
-    numbers_per_scale: int | None = None
-
-    def data_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one head of one token, scales apart."""
-        return -(-head_dim * self.bits // 8)
-
-    def scale_bytes(self, head_dim: int) -> int:
-        """Return the bytes of the scales of one head of one token."""
-        if self.numbers_per_scale is None:
-            return 0
-        return -(-head_dim // (self.numbers_per_scale or head_dim)) * _FLOAT32_BYTES
-
-
-CACHE_ELEMENTS: Mapping[PlannedCacheDtype, CacheElement] = {
-    "float32": CacheElement(32),
-    "float16": CacheElement(16),
-    "bfloat16": CacheElement(16),
-    "int8": CacheElement(8, numbers_per_scale=0),
-    "int4": CacheElement(4, numbers_per_scale=32),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +59,6 @@ class DecoderSizes:
 
     Attributes:
         cache_layers: One entry per layer.
-        cache_dtype: Of all layers, where it is not what `cache_layers` say: bundles cannot have all
-            that can be planned.
         attention: Flavour of the attention nodes.
         weight_bytes: Of the weights, each stored once.
         vocab_size: Width of the logits.
@@ -107,7 +70,6 @@ class DecoderSizes:
     weight_bytes: int
     vocab_size: int
     run: RunSizes | None
-    cache_dtype: PlannedCacheDtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +141,7 @@ def plan(
         context: Tokens per row, prompt and new, >= 1.
         prefill_chunk: Tokens of a prompt that run at once; None for what the runtime does.
     """
-    cache = cache_parts(
-        sizes.cache_layers,
-        batch_size=batch_size,
-        max_sequence_length=context,
-        dtype=sizes.cache_dtype,
-    )
+    cache = cache_parts(sizes.cache_layers, batch_size=batch_size, max_sequence_length=context)
     chunk = min(prefill_chunk or default_chunk(sizes.attention, batch_size, context), context)
     run = sizes.run
     grows = not FLAVOURS[sizes.attention].shared_buffer
@@ -236,11 +193,7 @@ def score_bytes(run: RunSizes, tokens: int, context: int) -> int:
 
 
 def cache_parts(
-    cache_layers: Sequence[CacheLayer],
-    *,
-    batch_size: int,
-    max_sequence_length: int,
-    dtype: PlannedCacheDtype | None = None,
+    cache_layers: Sequence[CacheLayer], *, batch_size: int, max_sequence_length: int
 ) -> tuple[CachePart, ...]:
     """Return the buffers of a cache by kind of layer: those that see all tokens, and by window.
 
@@ -248,38 +201,28 @@ def cache_parts(
         cache_layers: One entry per layer.
         batch_size: Sequences held at once.
         max_sequence_length: Capacity in tokens; a ring layer holds its own.
-        dtype: Instead of what the layers say.
     """
-    parts: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
+    parts: dict[tuple[int | None, int], CachePart] = {}
     for layer in cache_layers:
         slots = max_sequence_length if layer.capacity is None else layer.capacity
-        element = CACHE_ELEMENTS[dtype or layer.dtype]
-        heads = batch_size * slots * layer.num_key_value_heads
-        widths = (layer.key_head_dim, layer.value_head_dim)
-        parts.setdefault((layer.window_size, slots), []).append(
-            (
-                heads * sum(map(element.data_bytes, widths)),
-                heads * sum(map(element.scale_bytes, widths)),
-            )
+        kind = (layer.window_size, slots)
+        found = parts.get(kind, CachePart(0, *kind, data_bytes=0, scale_bytes=0))
+        sizes = [(t.is_scale, batch_size * slots * t.slot_bytes) for t in stored_tensors(layer)]
+        parts[kind] = dataclasses.replace(
+            found,
+            num_layers=found.num_layers + 1,
+            data_bytes=found.data_bytes + sum(size for is_scale, size in sizes if not is_scale),
+            scale_bytes=found.scale_bytes + sum(size for is_scale, size in sizes if is_scale),
         )
-    return tuple(
-        CachePart(
-            len(found), window_size, slots, *(sum(column) for column in zip(*found, strict=True))
-        )
-        for (window_size, slots), found in parts.items()
-    )
+    return tuple(parts.values())
 
 
 def kv_cache_bytes(
-    cache_layers: Sequence[CacheLayer],
-    *,
-    batch_size: int,
-    max_sequence_length: int,
-    dtype: PlannedCacheDtype | None = None,
+    cache_layers: Sequence[CacheLayer], *, batch_size: int, max_sequence_length: int
 ) -> int:
     """Return the bytes of all buffers of a cache, scales included; arguments as `cache_parts`."""
     parts = cache_parts(
-        cache_layers, batch_size=batch_size, max_sequence_length=max_sequence_length, dtype=dtype
+        cache_layers, batch_size=batch_size, max_sequence_length=max_sequence_length
     )
     return sum(part.data_bytes + part.scale_bytes for part in parts)
 

@@ -4,7 +4,7 @@ import dataclasses
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -21,6 +21,7 @@ from kvconv.cli.common import (
 from kvconv.cli.stages import StageLines
 from kvconv.cli.verify import describe
 from kvconv.flavour import FLAVOURS
+from kvconv.manifest import CacheDtype
 from kvconv.names import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ if TYPE_CHECKING:
     "--attention", type=click.Choice(list(FLAVOURS)), default="flash", show_default=True,
     help="flash: kvconv's own op, in-place cache. standard: ONNX operators only. gqa: ONNX "
     "Runtime's GroupQueryAttention, in-place cache, no padding.",
+)  # fmt: skip
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(list(get_args(CacheDtype))),
+    help="Type of keys and values in the cache; others than that of --dtype need --attention "
+    "flash. [default: that of --dtype]",
 )  # fmt: skip
 @click.option(
     "--max-sequence-length", type=click.IntRange(min=2), metavar="TOKENS",

@@ -21,9 +21,9 @@ from kvconv.cli.common import (
 )
 from kvconv.cli.plan_advice import Subject, advice
 from kvconv.errors import CacheFullError
-from kvconv.manifest import ActivationDtype, read_manifest
+from kvconv.manifest import ActivationDtype, CacheDtype, read_manifest
 from kvconv.names import MANIFEST_FILE
-from kvconv.plan import PlannedCacheDtype, bundle_sizes, largest, plan
+from kvconv.plan import bundle_sizes, largest, plan
 
 if TYPE_CHECKING:
     from kvconv.plan import Plan
@@ -73,9 +73,8 @@ class MemorySize(click.ParamType[int]):
     help="Type of a model's linear weights. [default: that of --dtype]",
 )  # fmt: skip
 @click.option(
-    "--kv-cache-dtype", type=click.Choice(list(get_args(PlannedCacheDtype))),
-    help="Type of a model's keys and values. Others than --dtype are counted, and the plan says "
-    "that this version does not export them. [default: that of --dtype]",
+    "--kv-cache-dtype", type=click.Choice(list(get_args(CacheDtype))),
+    help="Type of a model's keys and values. [default: that of --dtype]",
 )  # fmt: skip
 @click.option(
     "--memory", "memory_bytes", type=MemorySize(),
@@ -157,7 +156,7 @@ def _subject(model: str, options: dict[str, Any]) -> Subject:
     with needs_extra("cpu,export"):
         from kvconv.converter.model_sizes import read_sizes
     dtype: ActivationDtype = options.pop("dtype") or "float32"
-    cache_dtype: PlannedCacheDtype = options.pop("kv_cache_dtype") or dtype
+    cache_dtype: CacheDtype = options.pop("kv_cache_dtype") or dtype
     planned = read_sizes(model, dtype=dtype, cache_dtype=cache_dtype, **options)
     return Subject(
         name=planned.name,
@@ -209,7 +208,6 @@ def _report(
         "largest_context": largest(lambda n: fits(batch_size, n), most_tokens)
         if is_known
         else None,
-        "cannot_run": subject.cannot_run(),
         "advice": advice(subject, planned, memory_bytes),
     }
 
@@ -259,8 +257,6 @@ def _show(report: dict[str, Any]) -> None:
         )
     else:
         click.echo("memory        this system does not say what is free; see --memory")
-    for sentence in report["cannot_run"]:
-        click.echo(f"cannot run    {sentence}")
     for sentence in report["advice"]:
         click.echo(f"advice        {sentence}")
 

@@ -1,15 +1,14 @@
 """What `kvconv plan` advises: one sentence each, with the figures that are its reason."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
-from kvconv.manifest import CacheDtype
+from kvconv.manifest import CacheDtype, CacheLayer
 from kvconv.plan import (
     SCORES_COPIES,
     DecoderSizes,
     Plan,
-    PlannedCacheDtype,
     kv_cache_bytes,
     score_bytes,
 )
@@ -39,23 +38,9 @@ class Subject:
     architecture: str
     max_sequence_length: int | None
     weights_dtype: str
-    cache_dtype: PlannedCacheDtype
+    cache_dtype: CacheDtype
     dtype: str
     sizes: DecoderSizes
-
-    def cannot_run(self) -> list[str]:
-        """Return why this version cannot run what is planned; nothing if it can."""
-        if self.cache_dtype == self.dtype:
-            return []
-        what = (
-            f"caches of {', '.join(get_args(CacheDtype))} exist"
-            if self.cache_dtype not in get_args(CacheDtype)
-            else "exports cache what --dtype says"
-        )
-        return [
-            f"a {self.cache_dtype} cache with {self.dtype} activations is counted, but not "
-            f"exported by this version ({what})"
-        ]
 
 
 def advice(subject: Subject, planned: Plan, memory_bytes: int | None) -> list[str]:
@@ -101,23 +86,24 @@ def advice(subject: Subject, planned: Plan, memory_bytes: int | None) -> list[st
 def _cache_advice(subject: Subject, planned: Plan) -> list[str]:
     """Return what a smaller cache would save: smaller elements, rings, fewer heads."""
     now, sentences = planned.cache_bytes, []
-    smaller: list[PlannedCacheDtype] = ["float16", "int8", "int4"]
-    sizes = {dtype: _cache_bytes(subject.sizes, planned, dtype) for dtype in smaller}
+    layers = subject.sizes.cache_layers
+    smaller: list[CacheDtype] = ["float16", "int8", "int4"]
+    sizes = {
+        dtype: _cache_bytes([dataclasses.replace(layer, dtype=dtype) for layer in layers], planned)
+        for dtype in smaller
+    }
     listed = ", ".join(f"{dtype} {_size(size)}" for dtype, size in sizes.items() if size < now)
     if listed:
-        runs = (
-            "--dtype float16 has the first; the others this version does not have"
-            if subject.cache_dtype == "float32"
-            else _LATER
+        sentences.append(
+            f"smaller elements: with --kv-cache-dtype {_size(now)} of cache would be {listed}"
         )
-        sentences.append(f"smaller elements: {_size(now)} of cache would be {listed}; {runs}")
     rings = tuple(
         dataclasses.replace(
             layer, capacity=min(layer.window_size or planned.context, planned.context)
         )
-        for layer in subject.sizes.cache_layers
+        for layer in layers
     )
-    ring_bytes = _cache_bytes(dataclasses.replace(subject.sizes, cache_layers=rings), planned)
+    ring_bytes = _cache_bytes(rings, planned)
     if ring_bytes < now:
         windowed = sum(layer.window_size is not None for layer in rings)
         sentences.append(
@@ -176,12 +162,9 @@ def _flash_advice(subject: Subject, planned: Plan) -> list[str]:
     ]
 
 
-def _cache_bytes(sizes: DecoderSizes, planned: Plan, dtype: PlannedCacheDtype | None = None) -> int:
+def _cache_bytes(layers: Sequence[CacheLayer], planned: Plan) -> int:
     return kv_cache_bytes(
-        sizes.cache_layers,
-        batch_size=planned.batch_size,
-        max_sequence_length=planned.context,
-        dtype=dtype or sizes.cache_dtype,
+        layers, batch_size=planned.batch_size, max_sequence_length=planned.context
     )
 
 

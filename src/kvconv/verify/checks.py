@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import FLOAT_WEIGHTS, Manifest, Verification
-from kvconv.verify.logits import Limits, compare_logits
+from kvconv.manifest import FLOAT_CACHE, FLOAT_WEIGHTS, Manifest, Verification
+from kvconv.verify.logits import FLOAT_CACHES, Limits, compare_logits
 from kvconv.verify.reference import MAX_LOGITS, Continuation, FloatArray, Reference
 
 if TYPE_CHECKING:
@@ -24,28 +24,36 @@ _BATCH_STEPS = 4
 
 def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> Verification:
     """Run the checks of this package's list that the attention flavour takes; name the others."""
-    limits = Limits.of(manifest.dtype, reference.spread)
     length = len(reference.prompt.input_ids)
     cache = session.new_cache(1, len(reference.decoded.input_ids))
     checks = []
+    limits: Limits
 
     def check(name: str, found: FloatArray, wanted: FloatArray) -> None:
         checks.append(compare_logits(name, found, wanted, limits))
 
-    # 0. quantised weights: loosely against PyTorch with float weights. The other checks are
-    # against PyTorch with the same rounded weights, or, without it, the bundle against itself.
-    float_logits = reference.float_logits
-    rounded = float_logits is not None
-    if manifest.quantization is not None:
-        limits = Limits.of(manifest.weights_dtype, reference.spread)
+    # 0. What the bundle alone has rounded, loosely: weights against PyTorch with float ones, the
+    # cache against PyTorch with the same weights. The other checks are against PyTorch with the
+    # same weights, or, where it has not those or that cache, the bundle against itself.
+    float_logits, spread = reference.float_logits, reference.spread
+    has_weights = manifest.quantization is None or float_logits is not None
+    float_cache = FLOAT_CACHES.get(manifest.cache_layers[0].dtype)
+    is_same = has_weights and float_cache is None
+    if manifest.quantization is not None or float_cache is not None:
         found = _chunked(session, cache, reference.prompt)
-        check(
-            FLOAT_WEIGHTS, found, reference.prompt.logits if float_logits is None else float_logits
-        )
         cache.reset()
-        if not rounded:
+        if manifest.quantization is not None:
+            limits = Limits.of(manifest.weights_dtype, spread)
+            if float_cache is not None:
+                limits = limits.at_least(Limits.of(float_cache, spread))
+            wanted = reference.prompt.logits if float_logits is None else float_logits
+            check(FLOAT_WEIGHTS, found, wanted)
+        if has_weights and float_cache is not None:
+            limits = Limits.of(float_cache, spread)
+            check(FLOAT_CACHE, found, reference.prompt.logits)
+        if not is_same:
             reference = _own_reference(session, reference, found)
-        limits = Limits.of_bundle(manifest, reference.spread)
+    limits = Limits.of_bundle(manifest, reference.spread)
     prompt, decoded = reference.prompt, reference.decoded
 
     # 1. whole prefill, and 3. decode behind it
@@ -62,7 +70,7 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     check("rewind and re-prompt", found, again.logits)
 
     # 2. chunked prefill
-    if manifest.quantization is None or rounded:
+    if is_same:  # otherwise the prompt's logits come from chunks already
         cache.reset()
         check("chunked prefill", _chunked(session, cache, prompt), prompt.logits)
 

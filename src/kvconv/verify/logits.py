@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvconv.manifest import AccuracyLevel, CheckResult, Manifest
+from kvconv.manifest import AccuracyLevel, CacheDtype, CheckResult, Manifest
 from kvconv.verify.reference import FloatArray
 
 
@@ -26,7 +26,7 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: str, spread: float) -> "Limits":
-        """Return the limits for a type of activations, or of weights that are quantised.
+        """Return the limits for a type of activations, weights or cache.
 
         Args:
             dtype: A key of the table below.
@@ -37,20 +37,22 @@ class Limits:
 
     @classmethod
     def of_bundle(cls, manifest: Manifest, spread: float) -> "Limits":
-        """Return the limits against a model with the very same weights.
+        """Return the limits against a model with the very same weights, and a cache as exact.
 
-        Each is that of the coarser of two roundings: of activations between operators (their
-        dtype), and of those that a product with quantised weights makes.
+        Each is that of the coarsest rounding: of activations between operators (their dtype), of
+        those that a product with quantised weights makes, of keys and values in the cache.
         """
         limits = cls.of(manifest.dtype, spread)
-        if manifest.quantization is None:
-            return limits
-        level = manifest.quantization.accuracy_level
-        rounded = cls.of(ROUNDED_ACTIVATIONS.get(level, manifest.dtype), spread)
-        return cls(
-            max(limits.max_abs, rounded.max_abs),
-            max(limits.tie, rounded.tie),
-            max(limits.kl, rounded.kl),
+        if manifest.quantization is not None:
+            level = manifest.quantization.accuracy_level
+            limits = limits.at_least(cls.of(ROUNDED_ACTIVATIONS.get(level, manifest.dtype), spread))
+        dtype = manifest.cache_layers[0].dtype
+        return limits.at_least(cls.of(STEPS_OF_CACHES.get(dtype, dtype), spread))
+
+    def at_least(self, other: "Limits") -> "Limits":
+        """Return the larger of each two limits."""
+        return Limits(
+            max(self.max_abs, other.max_abs), max(self.tie, other.tie), max(self.kl, other.kl)
         )
 
 
@@ -67,6 +69,13 @@ _PER_SPREAD = {
     # difference in the last bit of a float is one step of such an integer, now and then.
     "8-bit activations": (1.5, 0.5, 0.002),
     "16-bit activations": (0.01, 0.01, 0.01**2 / 32),
+    # Keys and values as they were before they were rounded.
+    "bfloat16": (0.3, 0.1, 0.3**2 / 32),
+    "int8 cache": (0.3, 0.1, 0.3**2 / 32),
+    "int4 cache": (3.0, 2.0, 0.05),
+    # The same ones in runs of other sizes: as for 8-bit activations.
+    "steps of an int8 cache": (0.3, 0.1, 0.3**2 / 32),
+    "steps of an int4 cache": (2.0, 1.0, 0.02),
 }
 """What is compared -> Limits of logits with standard deviation 1."""
 ROUNDED_ACTIVATIONS: Mapping[AccuracyLevel, str] = {
@@ -74,6 +83,13 @@ ROUNDED_ACTIVATIONS: Mapping[AccuracyLevel, str] = {
     2: "16-bit activations",
 }
 """Accuracy level -> what is compared; at other levels activations are what the manifest says."""
+FLOAT_CACHES: Mapping[CacheDtype, str] = {"int8": "int8 cache", "int4": "int4 cache"}
+"""Quantised cache -> what is compared with PyTorch, whose cache is not."""
+STEPS_OF_CACHES: Mapping[CacheDtype, str] = {
+    "int8": "steps of an int8 cache",
+    "int4": "steps of an int4 cache",
+}
+"""Quantised cache -> what is compared with the bundle itself."""
 
 
 def compare_logits(name: str, found: FloatArray, wanted: FloatArray, limits: Limits) -> CheckResult:
