@@ -20,6 +20,7 @@ from onnx.reference.op_run import OpRun
 import reference
 from kvconv import custom_ops, names
 from kvconv.converter.rewrite import write_graph
+from kvconv.converter.rewrite.graph import find
 
 BATCH, SEQUENCE, PAST, TOTAL = (
     names.DIM_BATCH,
@@ -350,6 +351,38 @@ def lm_head(b: Builder, x: gs.Variable, kind: str) -> gs.Variable:
     if kind == "odd":
         out = b.op("CumSum", out, b.const(2), shape=logits)
     return out
+
+
+def normed_decoder(
+    *,
+    normed: Sequence[str] = ("query", "key"),
+    epsilons: tuple[float, float] = (0.5, 0.5),
+    order: Sequence[int] = (0, 1, 2),
+    **options: Any,
+) -> gs.Graph:
+    """Return a decoder of one layer with a packed projection and norms of its heads.
+
+    Args:
+        normed: Whose heads have a norm.
+        epsilons: Of the norm of query and of key.
+        order: Of query, key and value in the projection.
+        options: Arguments of `decoder`.
+    """
+    graph = decoder(**options)
+    pack_projections(graph, order=order)
+    random = np.random.default_rng(5)
+    transposes = find(graph, "Transpose")[:2]
+    for name, transpose, epsilon in zip(("query", "key"), transposes, epsilons, strict=True):
+        if name not in normed:
+            continue
+        heads = transpose.inputs[0]
+        weight = gs.Constant(f"{name}.norm", random.standard_normal(heads.shape[-1]).astype("f"))
+        output = gs.Variable(f"{name}.normed", heads.dtype, heads.shape)
+        attrs = {"axis": -1, "epsilon": epsilon}
+        node = gs.Node("RMSNormalization", f"{name}.norm", attrs, [heads, weight], [output])
+        graph.nodes.insert(graph.nodes.index(transpose), node)
+        transpose.inputs[0] = output
+    return graph
 
 
 class _Placeholder(OpRun):

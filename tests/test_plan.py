@@ -1,5 +1,7 @@
 """What a plan counts, against figures worked out by hand."""
 
+import dataclasses
+
 import pytest
 
 from kvconv.errors import NotEnoughMemoryError
@@ -82,22 +84,22 @@ def test_rings_hold_their_own_capacity_whatever_the_context():
     ("dtype", "data_bytes", "scale_bytes"),
     [
         ("bfloat16", 1_342_177_280, 0),
-        # 80 x 4096 x 8 heads x 2 = 5,242,880 heads of 128 bytes, a scale of 4 each
-        ("int8", 671_088_640, 20_971_520),
-        # As many of 64 bytes, 4 scales of 4 each: one for 32 numbers
-        ("int4", 335_544_320, 83_886_080),
+        # 80 x 4096 x 8 heads x 2 = 5,242,880 heads of 128 bytes, 4 scales of 2 bytes each
+        ("int8", 671_088_640, 41_943_040),
+        # Half as many of 4 x 20 bytes and of 4 x 16, as many scales
+        ("int4", 377_487_360, 41_943_040),
     ],
 )
 def test_quantised_caches_count_their_scales(dtype, data_bytes, scale_bytes):
-    (part,) = plan(sizes(cache_dtype=dtype), batch_size=1, context=4096).cache
+    layers = (dataclasses.replace(LLAMA_70B[0], dtype=dtype),) * 80
+    (part,) = plan(sizes(layers), batch_size=1, context=4096).cache
     assert (part.data_bytes, part.scale_bytes) == (data_bytes, scale_bytes)
 
 
-def test_odd_heads_are_rounded_up_to_whole_bytes_and_groups():
-    layers = (CacheLayer(1, 33, 33, "float32"),)
-    # 33 numbers of 4 bits: 17 bytes; 2 groups: 8 bytes. Key and value.
-    bytes_a_token = kv_cache_bytes(layers, batch_size=1, max_sequence_length=1, dtype="int4")
-    assert bytes_a_token == 2 * (17 + 8)
+def test_odd_heads_are_rounded_up_to_whole_groups():
+    layers = (CacheLayer(1, 33, 33, "int4"),)
+    # 2 groups: 40 bytes of keys, 32 of values, 2 scales of 2 bytes for each.
+    assert kv_cache_bytes(layers, batch_size=1, max_sequence_length=1) == 40 + 32 + 4 + 4
 
 
 def test_total_is_the_sum_of_all_parts():

@@ -110,9 +110,7 @@ def _rewrite(editor: Editor, node: gs.Node, norm: gs.Node, query: Weights, key: 
 
 
 def _pairs(node: gs.Node) -> npt.NDArray[np.int64]:
-    """Return for each channel of a head the number of its pair; channels that do not rotate have
-    one of their own.
-    """
+    """Return for each channel of a head a number that only those of its pair have."""
     head_dim = operand_heads(node)["query"][1]
     pairs = np.arange(head_dim)
     if get_operand(node, "cos") is not None:

@@ -2,10 +2,11 @@
 
 Letters: B batch, K key/value heads, C slots, H and Hv widths, W stored widths, G groups of a head.
 
-    before   past_key [B,K,C,H]   past_value [B,K,C,Hv] -> FlashAttention -> present_key, present_value
-    after    the same in another type, [B,K,C,W]; if it is quantised, beside them
-             past_key_scale   past_value_scale [B,K,C,G] bfloat16 -> ... -> present_key_scale,
-             present_value_scale
+    before   past_key [B,K,C,H]   past_value [B,K,C,Hv]
+             -> FlashAttention -> present_key, present_value
+    after    the same in another type, [B,K,C,W]; if that is quantised, beside them
+             past_key_scale   past_value_scale [B,K,C,G] bfloat16
+             -> FlashAttention -> present_key_scale, present_value_scale
 
 `kvconv.cache_layout` says which types and widths. The op rounds what it stores, so no other node
 changes; the graph's inputs and outputs do.
@@ -21,13 +22,13 @@ from kvconv.converter.rewrite.graph import (
     Editor,
     Outcome,
     find,
-    get_operand,
     operand_heads,
     set_operand,
 )
 from kvconv.manifest import CacheLayer
 
 NAME = "stored_cache"
+_PAST_KEY = names.FLASH_ATTENTION_INPUTS.index("past_key")
 _GRAPH_TYPES: dict[ElementType, object] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -47,24 +48,24 @@ def apply(editor: Editor) -> Outcome:
         heads = operand_heads(node)
         (kv_heads, key_width), (_, value_width) = heads["key"], heads["value"]
         tensors = stored_tensors(CacheLayer(kv_heads, key_width, value_width, dtype))
-        if get_operand(node, "past_key").dtype != _GRAPH_TYPES[tensors[0].element]:
+        if node.inputs[_PAST_KEY].dtype != _GRAPH_TYPES[tensors[0].element]:
             _rewrite(editor.graph, node, tensors)
             count += 1
     return Outcome(count)
 
 
 def _rewrite(graph: gs.Graph, node: gs.Node, tensors: tuple[StoredTensor, ...]) -> None:
-    past_key = get_operand(node, "past_key")
+    past_key = node.inputs[_PAST_KEY]
     layer = next(i for i in range(len(graph.inputs)) if names.past_key(i) == past_key.name)
-    for index, tensor in enumerate(tensors, start=1):
-        name = f"past_{tensor.name}"
-        if tensor.is_scale:
-            past = gs.Variable(names.past(layer, tensor.name), shape=past_key.shape)
-            present = gs.Variable(names.present(layer, tensor.name), shape=node.outputs[1].shape)
-            graph.inputs.append(past)
-            graph.outputs.append(present)
-            set_operand(node, name, past)
-            node.outputs.append(present)
-        for side in (get_operand(node, name), node.outputs[index]):
+    pasts = [past_key, node.inputs[_PAST_KEY + 1]]
+    for tensor in tensors[2:]:
+        pasts.append(gs.Variable(names.past(layer, tensor.name), shape=past_key.shape))
+        present = gs.Variable(names.present(layer, tensor.name), shape=node.outputs[1].shape)
+        set_operand(node, f"past_{tensor.name}", pasts[-1])
+        node.outputs.append(present)
+        graph.inputs.append(pasts[-1])
+        graph.outputs.append(present)
+    for tensor, past, present in zip(tensors, pasts, node.outputs[1:], strict=True):
+        for side in (past, present):
             side.dtype = _GRAPH_TYPES[tensor.element]
             side.shape = [*side.shape[:3], tensor.width]

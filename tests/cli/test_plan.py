@@ -67,7 +67,6 @@ def test_llama_70b_is_counted_by_its_config_alone(llama_70b):
     assert (found["batch_size"], found["context"]) == (1, 4096)
     assert (found["num_attention_heads"], found["num_key_value_heads"]) == (64, 8)
     assert found["fits"] is True
-    assert found["cannot_run"] == []
 
 
 def test_largest_batch_and_context_are_the_last_that_fit(two_layers):
@@ -93,7 +92,7 @@ def test_long_context_advises_on_the_cache_with_figures(llama_70b):
     text = "\n".join(report(llama_70b, *options)["advice"])
     # 32 x 8 times the cache of 4096 tokens: 343,597,383,680 bytes
     assert "55% of the total" in text
-    assert "343.60 GB of cache would be int8 177.17 GB, int4 107.37 GB" in text
+    assert "--kv-cache-dtype 343.60 GB of cache would be int8 182.54 GB, int4 107.37 GB" in text
     assert "64 query heads share 8 of keys and values, or the cache would be 2748.78 GB" in text
     assert "MQA would make it 42.95 GB" in text
     assert "pays from 2880 tokens on" in text  # 36864 x 5 x 4 bytes / (64 heads x 4 bytes)
@@ -110,12 +109,18 @@ def test_model_without_shared_heads_is_told_what_they_would_save(tmp_path):
     )
 
 
-def test_cache_dtype_that_cannot_run_yet_is_counted_and_said(two_layers):
-    found = report(two_layers, "--dtype", "float16", "--kv-cache-dtype", "int8")
-    assert found["cache_bytes"] == 17_301_504  # 2 x 2 x 4096 x 8 heads of 128 + 4 bytes
-    (sentence,) = found["cannot_run"]
-    assert "int8 cache with float16 activations" in sentence
-    assert "cannot run    a int8" in plan(two_layers, "--kv-cache-dtype", "int8").stdout
+@pytest.mark.parametrize(
+    ("dtype", "cache_bytes"),
+    [
+        ("int8", 17_825_792),  # 2 x 2 x 4096 x 8 heads of 128 + 8 bytes
+        ("int4", 10_485_760),  # 2 x 4096 x 8 x (80 + 64 + 2 x 8)
+    ],
+)
+def test_quantised_cache_is_counted_with_its_scales(two_layers, dtype, cache_bytes):
+    found = report(two_layers, "--dtype", "float16", "--kv-cache-dtype", dtype)
+    assert found["cache_bytes"] == cache_bytes
+    # 65,536 key heads and as many value heads, with 4 scales of 2 bytes each
+    assert [part["scale_bytes"] for part in found["cache"]] == [1_048_576]
 
 
 def test_bundle_cache_equals_the_buffers_that_the_runtime_allocates(bundle):

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx_graphsurgeon as gs
 import pytest
 
 import rewrite_graphs as graphs
@@ -13,43 +11,11 @@ from kvconv.converter.rewrite import rewrite
 from kvconv.converter.rewrite.graph import find
 from tolerances import assert_close
 
-HEAD_DIM = 8
-
-
-def build(
-    *,
-    normed: tuple[str, ...] = ("query", "key"),
-    epsilons: tuple[float, float] = (0.5, 0.5),
-    order: tuple[int, ...] = (0, 1, 2),
-) -> gs.Graph:
-    """Return a decoder of one layer with a packed projection and norms of its heads.
-
-    Args:
-        normed: Whose heads have a norm.
-        epsilons: Of the norm of query and of key.
-        order: Of query, key and value in the projection.
-    """
-    graph = graphs.decoder(head_dim=HEAD_DIM, kv_heads=2)
-    graphs.pack_projections(graph, order=order)
-    random = np.random.default_rng(5)
-    transposes = find(graph, "Transpose")[:2]
-    for name, transpose, epsilon in zip(("query", "key"), transposes, epsilons, strict=True):
-        if name not in normed:
-            continue
-        heads = transpose.inputs[0]
-        weight = gs.Constant(f"{name}.norm", random.standard_normal(HEAD_DIM).astype("f"))
-        output = gs.Variable(f"{name}.normed", heads.dtype, heads.shape)
-        attrs = {"axis": -1, "epsilon": epsilon}
-        node = gs.Node("RMSNormalization", f"{name}.norm", attrs, [heads, weight], [output])
-        graph.nodes.insert(graph.nodes.index(transpose), node)
-        transpose.inputs[0] = output
-    return graph
-
 
 def test_heads_are_normed_in_one_node_with_the_same_numbers(tmp_path: Path) -> None:
-    feeds = graphs.make_feeds(build(), graphs.make_mask(4, 5), 5)
-    expected = graphs.run_traced(build(), feeds)
-    graph = build()
+    feeds = graphs.make_feeds(graphs.normed_decoder(), graphs.make_mask(4, 5), 5)
+    expected = graphs.run_traced(graphs.normed_decoder(), feeds)
+    graph = graphs.normed_decoder()
     report = rewrite(graph, attention="flash", opset=23)
     assert report.counts["head_norm"] == 1
     (norm,) = find(graph, names.HEAD_RMS_NORMALIZATION, names.OP_DOMAIN)
@@ -70,13 +36,13 @@ def test_heads_are_normed_in_one_node_with_the_same_numbers(tmp_path: Path) -> N
     ids=["one norm", "two epsilons", "another order"],
 )
 def test_other_norms_stay(how: dict[str, Any]) -> None:
-    graph = build(**how)
+    graph = graphs.normed_decoder(**how)
     assert rewrite(graph, attention="flash", opset=23).counts["head_norm"] == 0
     assert find(graph, "RMSNormalization")
 
 
 def test_gqa_keeps_its_norms() -> None:
-    graph = build()
+    graph = graphs.normed_decoder()
     rewrite(graph, attention="gqa", opset=23, max_sequence_length=32)
     assert len(find(graph, "RMSNormalization")) == 2
     assert not find(graph, names.HEAD_RMS_NORMALIZATION, names.OP_DOMAIN)

@@ -13,7 +13,10 @@ LAYERS = (
     CacheLayer(2, 4, 6, "float32"),
     CacheLayer(1, 8, 8, "float16", window_size=3),
     CacheLayer(3, 2, 2, "bfloat16"),
+    CacheLayer(2, 40, 32, "int8"),
+    CacheLayer(1, 64, 8, "int4", window_size=3),
 )
+TENSORS = 2 * len(LAYERS) + 2 * 2  # the last two have scales
 
 
 class RecordingBinding:
@@ -78,10 +81,9 @@ def test_shared_buffer_binds_one_value_on_both_sides_for_ever():
     pointers = {name: value.data_ptr() for name, value in first.inputs.items()}
     second = run(cache, 1)
     assert second is first
-    assert len(pointers) == 2 * len(LAYERS)
-    for i in range(len(LAYERS)):
-        assert second.inputs[names.past_key(i)] is second.outputs[names.present_key(i)]
-        assert second.inputs[names.past_value(i)] is second.outputs[names.present_value(i)]
+    assert len(pointers) == TENSORS
+    for name, value in second.inputs.items():
+        assert value is second.outputs[name.replace("past_key_values", "present")]
     assert {name: value.data_ptr() for name, value in second.inputs.items()} == pointers
     assert len(set(pointers.values())) == len(pointers)
 
@@ -105,6 +107,14 @@ def test_bound_values_have_the_manifest_shapes_and_types():
         names.past_value(1): ([2, 1, 16, 8], "tensor(float16)"),
         names.past_key(2): ([2, 3, 16, 2], "tensor(bfloat16)"),
         names.past_value(2): ([2, 3, 16, 2], "tensor(bfloat16)"),
+        names.past_key(3): ([2, 2, 16, 40], "tensor(int8)"),
+        names.past_value(3): ([2, 2, 16, 32], "tensor(int8)"),
+        names.past(3, "key_scale"): ([2, 2, 16, 2], "tensor(bfloat16)"),
+        names.past(3, "value_scale"): ([2, 2, 16, 1], "tensor(bfloat16)"),
+        names.past_key(4): ([2, 1, 16, 40], "tensor(uint8)"),
+        names.past_value(4): ([2, 1, 16, 16], "tensor(uint8)"),
+        names.past(4, "key_scale"): ([2, 1, 16, 2], "tensor(bfloat16)"),
+        names.past(4, "value_scale"): ([2, 1, 16, 1], "tensor(bfloat16)"),
     }
 
 
@@ -119,7 +129,7 @@ def test_length_counts_committed_runs(cache):
     cache.prepare_run(3)  # a run that fails is never committed
     assert cache.length == 6
     run(cache, 2, start=6)
-    assert content(cache) == [[0, 1, 2, 3, 4, 0, 6, 7]] * 6
+    assert content(cache) == [[0, 1, 2, 3, 4, 0, 6, 7]] * TENSORS
 
 
 def test_check_room_refuses_past_capacity_and_changes_nothing(cache):
@@ -135,7 +145,7 @@ def test_rewind_keeps_the_front(cache):
     run(cache, 6)
     cache.rewind(2)
     run(cache, 2, start=50)
-    assert content(cache) == [[0, 1, 50, 51]] * 6
+    assert content(cache) == [[0, 1, 50, 51]] * TENSORS
 
 
 @pytest.mark.parametrize("length", [-1, 7])
@@ -151,7 +161,7 @@ def test_reset_empties(cache):
     cache.reset()
     assert cache.length == 0
     run(cache, 1, start=9)
-    assert content(cache) == [[9]] * 6
+    assert content(cache) == [[9]] * TENSORS
 
 
 def test_fork_copies_and_then_goes_its_own_way(cache):
@@ -159,6 +169,6 @@ def test_fork_copies_and_then_goes_its_own_way(cache):
     fork = cache.fork()
     run(cache, 1, start=7)
     run(fork, 2, start=20)
-    assert content(cache) == [[0, 1, 2, 7]] * 6
-    assert content(fork) == [[0, 1, 2, 20, 21]] * 6
+    assert content(cache) == [[0, 1, 2, 7]] * TENSORS
+    assert content(fork) == [[0, 1, 2, 20, 21]] * TENSORS
     assert (fork.capacity, fork.batch_size) == (cache.capacity, cache.batch_size)
