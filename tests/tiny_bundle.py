@@ -6,6 +6,7 @@ same logits in numpy float64 without a cache.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvconv import names
-from kvconv.manifest import AttentionFlavour, CacheLayer, Manifest, Source, file_entry
+from kvconv.cache_layout import stored_tensors
+from kvconv.manifest import AttentionFlavour, CacheDtype, CacheLayer, Manifest, Source, file_entry
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 259
@@ -29,6 +31,8 @@ _ELEMENT_TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
 }
 
 
@@ -46,6 +50,11 @@ def byte_tokenizer() -> Tokenizer:
         single="<s> $A", special_tokens=[("<s>", BOS)]
     )
     return tokenizer
+
+
+def cache_layer(dtype: CacheDtype) -> CacheLayer:
+    """Return the cache of the one layer."""
+    return CacheLayer(1, HEAD_DIM, HEAD_DIM, dtype)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -86,7 +95,9 @@ class TinyDecoder:
         merged = heads.transpose(1, 0, 2).reshape(len(tokens), -1)
         return (hidden + merged @ w["o_proj"]) @ w["lm_head"]
 
-    def graph(self, attention: AttentionFlavour, cache_dtype: str = "float32") -> onnx.ModelProto:
+    def graph(
+        self, attention: AttentionFlavour, cache_dtype: CacheDtype = "float32"
+    ) -> onnx.ModelProto:
         """Return the graph with kvconv's names: pasts in, presents out."""
         constants = dict(self.weights)
         nodes: list[onnx.NodeProto] = []
@@ -104,12 +115,15 @@ class TinyDecoder:
         hidden = add("Add", [tokens, places], "hidden")
         for name in ("q", "k", "v"):
             add("MatMul", [hidden, f"{name}_proj"], name)
+        tensors = stored_tensors(cache_layer(cache_dtype))
         if attention == "flash":
+            given = {"query": "q", "key": "k", "value": "v", "attention_mask": names.ATTENTION_MASK}
+            given |= {f"past_{tensor.name}": names.past(0, tensor.name) for tensor in tensors}
             nodes.append(
                 helper.make_node(
                     names.OP_NAME,
-                    ["q", "k", "v", names.past_key(0), names.past_value(0), names.ATTENTION_MASK],
-                    ["merged", names.present_key(0), names.present_value(0)],
+                    [given.get(name, "") for name in names.FLASH_ATTENTION_INPUTS],
+                    ["merged", *(names.present(0, tensor.name) for tensor in tensors)],
                     domain=names.OP_DOMAIN,
                     num_heads=NUM_HEADS,
                     kv_num_heads=1,
@@ -143,26 +157,34 @@ class TinyDecoder:
         kept = add("Slice", [last, starts, ends, axes], "kept")
         add("MatMul", [kept, "lm_head"], names.LOGITS)
 
-        integer, cache_type = TensorProto.INT64, _ELEMENT_TYPES[cache_dtype]
-        cache_shape = [names.DIM_BATCH, 1, names.DIM_PAST, HEAD_DIM]
-        present_shape = [names.DIM_BATCH, 1, None, HEAD_DIM]
+        integer = TensorProto.INT64
         info = helper.make_tensor_value_info
+
+        def cached(name: Callable[[int, names.CacheTensorName], str], slots: str | None) -> list:
+            return [
+                info(
+                    name(0, tensor.name),
+                    _ELEMENT_TYPES[tensor.element],
+                    [names.DIM_BATCH, 1, slots, tensor.width],
+                )
+                for tensor in tensors
+            ]
+
         inputs = [
             info(names.INPUT_IDS, integer, [names.DIM_BATCH, names.DIM_SEQUENCE]),
             info(names.ATTENTION_MASK, integer, [names.DIM_BATCH, names.DIM_TOTAL]),
             info(names.POSITION_IDS, integer, [names.DIM_BATCH, names.DIM_SEQUENCE]),
-            info(names.past_key(0), cache_type, cache_shape),
-            info(names.past_value(0), cache_type, cache_shape),
+            *cached(names.past, names.DIM_PAST),
             info(names.NUM_LOGITS_TO_KEEP, integer, []),
         ]
         outputs = [
             info(names.LOGITS, TensorProto.FLOAT, [names.DIM_BATCH, None, VOCAB_SIZE]),
-            info(names.present_key(0), cache_type, present_shape),
-            info(names.present_value(0), cache_type, present_shape),
+            *cached(names.present, None),
         ]
         initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
         graph = helper.make_graph(nodes, "tiny", inputs, outputs, initializers)
-        domains = {"": 18, names.OP_DOMAIN: 1, names.ORT_DOMAIN: 1}
+        version = 1 if len(tensors) == 2 else names.OP_VERSION
+        domains = {"": 18, names.OP_DOMAIN: version, names.ORT_DOMAIN: 1}
         opsets = [helper.make_opsetid(*entry) for entry in domains.items()]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
@@ -217,7 +239,7 @@ def write_bundle(
     *,
     decoder: TinyDecoder | None = None,
     attention: AttentionFlavour = "standard",
-    cache_dtype: str = "float32",
+    cache_dtype: CacheDtype = "float32",
     eos_token_ids: tuple[int, ...] = (EOS,),
     chat_template: str | None = CHAT_TEMPLATE,
 ) -> Path:
@@ -239,7 +261,7 @@ def write_manifest(
     folder: Path,
     model: onnx.ModelProto,
     attention: AttentionFlavour = "standard",
-    cache_dtype: str = "float32",
+    cache_dtype: CacheDtype = "float32",
     eos_token_ids: tuple[int, ...] = (EOS,),
 ) -> Manifest:
     """Write a manifest that lists every file now in the folder."""
@@ -258,7 +280,7 @@ def write_manifest(
         eos_token_ids=eos_token_ids,
         bos_token_id=BOS,
         pad_token_id=PAD,
-        cache_layers=(CacheLayer(1, HEAD_DIM, HEAD_DIM, cache_dtype),),
+        cache_layers=(cache_layer(cache_dtype),),
         inputs=tuple(value.name for value in model.graph.input),
         outputs=tuple(value.name for value in model.graph.output),
         rewrites={},

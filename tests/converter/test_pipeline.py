@@ -98,6 +98,26 @@ def test_num_logits_to_keep_is_overridable_and_the_manifest_names_the_graph(repo
     assert logits.type == "tensor(float)"
 
 
+@pytest.mark.parametrize(
+    ("attention", "dtype", "chosen"),
+    [
+        ("standard", "float32", "int8"),
+        ("standard", "float16", "float32"),
+        ("gqa", "float32", "float16"),
+        ("gqa", "float32", "int4"),
+    ],
+)
+def test_cache_that_the_flavour_cannot_hold_is_refused_before_loading(
+    tmp_path, attention, dtype, chosen
+):
+    options = ExportOptions(attention=attention, dtype=dtype, kv_cache_dtype=chosen)
+    with pytest.raises(
+        ExportError, match=f"dtype {chosen} .* {attention} flavour .* {dtype}.* --attention flash"
+    ):
+        export(str(tmp_path), tmp_path / "bundle", options)
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_no_trace_of_tracing_is_left_in_the_graph(report):
     model = onnx.load(report.path / names.MODEL_FILE, load_external_data=False)
     manifest = read_manifest(report.path)
