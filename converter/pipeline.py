@@ -38,7 +38,6 @@ _MOST_QUANTIZED_BYTES = 1.5
 """Of a weight: 8 bits, and its share of a block's scales, which an embedding may have twice."""
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
     from transformers import PreTrainedTokenizerBase
 
     from kvconv.converter.decoder_spec import DecoderSpec
@@ -303,7 +302,7 @@ def _finish(
         shutil.copyfile(library_path(), folder / names.LIBRARY_FILE)
     onnx.checker.check_model(folder / names.MODEL_FILE)
     model = onnx.load(folder / names.MODEL_FILE, load_external_data=False)
-    graph = model.graph
+    graph, domains = model.graph, {entry.domain: entry.version for entry in model.opset_import}
     spec = traced.spec
     manifest = Manifest(
         source=traced.source,
@@ -314,7 +313,7 @@ def _finish(
         weights_dtype=options.weights or options.dtype,
         quantization=_quantization(options, traced.weights),
         opset=options.opset,
-        op_version=_op_version(model) if options.attention == "flash" else None,
+        op_version=domains.get(names.OP_DOMAIN),
         vocab_size=spec.vocab_size,
         max_sequence_length=traced.max_sequence_length,
         eos_token_ids=spec.eos_token_ids,
@@ -337,11 +336,6 @@ def _quantization(options: ExportOptions, report: WeightsReport | None) -> Quant
     if quantization is None or report is None:
         return None
     return dataclasses.replace(quantization, stored_bytes=report.stored_bytes)
-
-
-def _op_version(model: "ModelProto") -> int:
-    """Return the version of the operator domain that a graph says it needs."""
-    return next(entry.version for entry in model.opset_import if entry.domain == names.OP_DOMAIN)
 
 
 def _cache_layers(

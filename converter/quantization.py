@@ -123,7 +123,7 @@ def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, li
         )
     common.RemoveUnusedNodesPass()(model)
     if options.attention == "flash":
-        model.opset_imports.setdefault(names.OP_DOMAIN, names.PLAIN_OP_VERSION)
+        model.opset_imports.setdefault(names.OP_DOMAIN, names.FLOAT_CACHES_OP_VERSION)
     else:
         model.opset_imports.setdefault(names.ORT_DOMAIN, 1)
     stored = Counter[str]()

@@ -1,6 +1,5 @@
 """Bundles with narrow and quantised caches: what verification says of right and wrong ones."""
 
-
 import pytest
 
 from kvconv.errors import VerificationError

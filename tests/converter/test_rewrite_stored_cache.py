@@ -81,7 +81,9 @@ def test_cache_has_the_types_and_widths_of_its_dtype(
             names.present(layer, tensor) for tensor in expected
         ]
     imports = {e.domain: e.version for e in onnx.load(tmp_path / names.MODEL_FILE).opset_import}
-    assert imports[names.OP_DOMAIN] == (names.OP_VERSION if has_scales else names.PLAIN_OP_VERSION)
+    assert imports[names.OP_DOMAIN] == (
+        names.OP_VERSION if has_scales else names.FLOAT_CACHES_OP_VERSION
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
