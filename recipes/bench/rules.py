@@ -11,18 +11,16 @@ of a decode step, in parts of those with all rules too. A rule that others build
 """
 
 import argparse
-import dataclasses
-import os
-import shutil
 from pathlib import Path
 
 import onnx
+from derived import derive
 
 from kvconv import names
 from kvconv.bench import Measurement, compare
 from kvconv.converter import ExportOptions, export
-from kvconv.converter.rewrite import OPTIONAL_RULES, read_graph, rewrite, write_graph
-from kvconv.manifest import file_entry, read_manifest
+from kvconv.converter.rewrite import OPTIONAL_RULES
+from kvconv.manifest import read_manifest
 
 ALL = "all rules"
 NONE = "no optional rule"
@@ -39,29 +37,11 @@ def prepare(model: str, folder: Path, weights: str) -> dict[str, Path]:
                 weights=None if weights == "float32" else weights, without=without
             )
             export(model, bundles[name], options)
-    bundles[ALL] = derive(bundles[NONE], folder / ALL.replace(" ", "-"), ALL)
+    bundles[ALL] = derive(bundles[NONE], folder / ALL.replace(" ", "-"))
     counts = read_manifest(bundles[ALL]).rewrites
     fired = [name for name in counts if name in OPTIONAL_RULES and counts[name]]
-    bundles |= {name: derive(bundles[NONE], folder / name, name) for name in fired}
+    bundles |= {name: derive(bundles[NONE], folder / name, without={name}) for name in fired}
     return {name: bundles[name] for name in (ALL, NONE, "pack", *fired)}
-
-
-def derive(source: Path, target: Path, without: str) -> Path:
-    """Make a bundle that has all rules but one; its weights are links to those of `source`."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=os.link)
-    manifest = read_manifest(source)
-    graph = read_graph(source / names.MODEL_FILE)
-    report = rewrite(
-        graph, attention="flash", opset=manifest.opset, without=OPTIONAL_RULES & {without}
-    )
-    path = target / names.MODEL_FILE
-    path.unlink()
-    write_graph(graph, path)
-    (target / names.MANIFEST_FILE).unlink()
-    files = {**manifest.files, names.MODEL_FILE: file_entry(path)}
-    dataclasses.replace(manifest, rewrites=report.counts, files=files).write(target)
-    return target
 
 
 def num_nodes(bundle: Path) -> int:
