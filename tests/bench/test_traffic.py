@@ -7,7 +7,8 @@ import pytest
 from onnx.external_data_helper import convert_model_to_external_data
 
 from kvconv import names
-from kvconv.bench.traffic import weight_bytes
+from kvconv.bench.traffic import cache_bytes, weight_bytes
+from kvconv.manifest import read_manifest
 from kvconv.runtime import Bundle
 from tiny_bundle import (
     HEAD_DIM,
@@ -49,6 +50,16 @@ def test_table_that_is_also_multiplied_counts_once(tmp_path):
     write_manifest(folder, model)
     found = weight_bytes(Bundle.open(folder))
     assert 4 * _MATRICES <= found <= 4 * _MATRICES + _FEW
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    # 10 tokens with a key and a value of 8 numbers: 4 bytes each; 1 each; 20 and 16 bytes a group.
+    [("float32", 10 * 64), ("int8", 10 * (16 + 4)), ("int4", 10 * (36 + 4))],
+)
+def test_cached_tokens_count_as_they_are_stored(tmp_path, dtype, expected):
+    folder = write_bundle(tmp_path / "bundle", attention="flash", cache_dtype=dtype)
+    assert cache_bytes(read_manifest(folder), 10) == expected
 
 
 def test_weights_are_unknown_without_onnx(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from kvconv.cli import main
 from kvconv.manifest import file_entry, read_manifest
+from tiny_bundle import write_bundle
 
 
 @pytest.fixture
@@ -40,6 +41,13 @@ def test_inspect_text_names_the_model_and_every_file(bundle):
     text = inspect(bundle).stdout
     assert "LlamaForCausalLM" in text
     assert all(name in text for name in read_manifest(bundle).files)
+
+
+def test_inspect_shows_how_keys_and_values_are_stored(tmp_path):
+    bundle = write_bundle(tmp_path / "bundle", attention="flash", cache_dtype="int4")
+    text = inspect(bundle).stdout
+    assert "40 bytes per token and sequence" in text  # 20 and 16, and two scales of 2
+    assert "1 KV heads, key width 8, value width 8, int4, no window" in text
 
 
 def test_closed_pipe_ends_quietly(bundle):

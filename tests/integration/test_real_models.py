@@ -184,6 +184,51 @@ def test_standard_and_flash_agree_in_concat_mode_in_plain_onnxruntime(export):
         np.testing.assert_allclose(found[valid], wanted[valid], atol=4e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "part", "most_kl"),
+    [
+        ("smollm2", "int8", 0.27, 1e-3),
+        ("smollm2", "int4", 0.16, 0.03),
+        ("gemma3", "int4", 0.15, 0.03),
+    ],
+)
+def test_quantised_cache_is_small_and_close_to_a_float_one(
+    export, tmp_path, name, dtype, part, most_kl
+):
+    """Over the weights of the float32 bundle; one run is compared with chunks and steps as well."""
+    whole = export(name)
+    manifest = read_manifest(whole)
+    graph = read_graph(whole / MODEL_FILE)
+    rewrite(graph, attention="flash", opset=23, cache_dtype=dtype)
+    write_graph(graph, tmp_path / MODEL_FILE)
+    for file in manifest.files.keys() - {MODEL_FILE}:
+        (tmp_path / file).hardlink_to(whole / file)
+    dataclasses.replace(
+        manifest,
+        inputs=(*(tensor.name for tensor in graph.inputs), NUM_LOGITS_TO_KEEP),
+        outputs=tuple(tensor.name for tensor in graph.outputs),
+        files={**manifest.files, MODEL_FILE: file_entry(tmp_path / MODEL_FILE)},
+        cache_layers=tuple(
+            dataclasses.replace(layer, dtype=dtype) for layer in manifest.cache_layers
+        ),
+    ).write(tmp_path)
+    logits, sizes = [], []
+    for bundle in (whole, tmp_path):
+        generator = Generator.open(bundle)
+        ids = np.array([generator.encode(PROMPTS[-1])])
+        cache = generator.session.new_cache(1, ids.size)
+        logits.append(generator.session.run(cache, ids, num_logits_to_keep=0)[0])
+        sizes.append(cache.nbytes)
+    assert sizes[1] < part * sizes[0]
+    wanted, found = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)
+    kl = (np.exp(wanted) * (wanted - found)).sum(axis=-1).mean()
+    assert 0 < kl < most_kl
+    cache.reset()
+    generator.session.run(cache, ids[:, :-5])
+    steps = [generator.session.run(cache, ids[:, i : i + 1])[0, -1] for i in range(-5, 0)]
+    assert np.abs(np.array(steps) - logits[1][-5:]).max() < 0.1 * logits[1].std()
+
+
 def test_gqa_gives_the_tokens_of_flash(export, tmp_path):
     """The flash bundle's attention becomes gqa's, over the same weights; its other ops stay."""
     flash = export("smollm2")

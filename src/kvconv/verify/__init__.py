@@ -12,6 +12,9 @@ are never held at once, and the runtime is checked without PyTorch beside it. Th
    and the result says so.
 5. rewind and re-prompt: back to the middle of the prompt, then another continuation.
 
+What a bundle has rounded and PyTorch has not is compared once, loosely: `float weights` and `float
+cache`. With a quantised cache the checks above are against the bundle itself, in one run each.
+
 The prompt crosses sliding windows twice where they are at most 1,024 tokens. Importing this
 package imports neither PyTorch nor ONNX Runtime.
 """
