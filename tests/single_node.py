@@ -27,6 +27,7 @@ ONNX_TYPES = {
 }
 RANKS = {"attention_mask": 2, "alibi_slopes": 1, "head_sink": 1, "past_sequence_length": 1}
 OUTPUTS = names.FLASH_ATTENTION_OUTPUTS[:3]
+SCALES = ("past_key_scale", "past_value_scale", "present_key_scale", "present_value_scale")
 
 
 def to_bfloat16(x: npt.NDArray) -> npt.NDArray[np.uint16]:
@@ -46,6 +47,8 @@ def input_type(name: str, activation: str, cache_type: str) -> str:
         return activation
     if name in ("past_key", "past_value"):
         return cache_type
+    if name in SCALES:
+        return "bfloat16"
     return {"attention_mask": "int64", "past_sequence_length": "int32"}.get(name, "float32")
 
 
@@ -76,7 +79,7 @@ def make_session(
         domain=names.OP_DOMAIN,
         **dict(attributes),
     )
-    output_types = [activation, cache_type, cache_type, "float32", "float32"]
+    output_types = [activation, cache_type, cache_type, "bfloat16", "bfloat16"]
     kinds = {name: ONNX_TYPES[input_type(name, activation, cache_type)] for name in given}
     return one_node.open_node(
         node,
@@ -119,23 +122,27 @@ def run(
     cache_type: str = "float32",
     threads: int = 1,
 ) -> dict[str, npt.NDArray]:
-    """Run the node and return its outputs by name; bfloat16 caches go in and out as uint16."""
+    """Run the node and return its outputs by name; bfloat16 tensors go in and out as uint16.
+
+    A quantised cache (int8, or uint8 for int4) has all five outputs.
+    """
+    outputs = names.FLASH_ATTENTION_OUTPUTS if cache_type in ("int8", "uint8") else OUTPUTS
     session = make_session(
         tuple((name, array.ndim) for name, array in inputs.items()),
         tuple(sorted(attributes.items())),
         activation,
         cache_type,
-        OUTPUTS,
+        outputs,
         threads,
     )
     binding = session.io_binding()
     values = {k: ort_value(v, input_type(k, activation, cache_type)) for k, v in inputs.items()}
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
-    for name in OUTPUTS:
+    for name in outputs:
         binding.bind_output(name)
     session.run_with_iobinding(binding)
     return {
         name: output_array(value)
-        for name, value in zip(OUTPUTS, binding.get_outputs(), strict=True)
+        for name, value in zip(outputs, binding.get_outputs(), strict=True)
     }

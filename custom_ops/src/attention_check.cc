@@ -2,8 +2,10 @@
 //
 // Nothing is written before all of them pass. Letters: see kvconv/attention.h.
 #include <cmath>
+#include <utility>
 
 #include "attention_op.h"
+#include "kvconv/cache_format.h"
 #include "kvconv/float16.h"
 
 namespace kvconv {
@@ -66,8 +68,27 @@ void check_types(const Checker& check, DataType activation_type, DataType cache_
   for (AttentionInput input : {kCos, kSin, kAlibiSlopes, kHeadSink}) {
     check.require_type(input, ort::kFloat32);
   }
+  for (AttentionInput input : {kPastKeyScale, kPastValueScale}) {
+    check.require_type(input, ort::kBFloat16);
+  }
   check.require_type(kAttentionMask, ort::kInt64);
   check.require_type(kPastSequenceLength, ort::kInt32);
+}
+
+const char* name_of(DataType cache_type) {
+  switch (cache_type) {
+    case DataType::kFloat16:
+      return "float16";
+    case DataType::kBFloat16:
+      return "bfloat16";
+    case DataType::kInt8:
+      return "int8";
+    case DataType::kInt4:
+    case DataType::kInt5:
+      return "int4";
+    default:
+      return "float32";
+  }
 }
 
 // Query, key and value as three tensors: sets H, Hv and where each one's heads are.
@@ -88,11 +109,22 @@ void check_separate(const Checker& check, AttentionParams* p) {
   p->value_token_stride = check[kValue].shape[2];
 }
 
+// The width of a head, from a cache whose rows are of this type.
+std::int64_t width_of_rows(const Checker& check, AttentionInput input, DataType type) {
+  const std::int64_t size = check.positive_dim(input, 3);
+  if (type != DataType::kInt4 && type != DataType::kInt5) return size;
+  const std::int64_t group_bytes = row_bytes(type, kGroupSize);
+  if (size % group_bytes == 0) return size / group_bytes * kGroupSize;
+  refuse(text(check[input].name, " has shape ", shape_text(check[input].shape), ": dimension 3 is ",
+              size, " and must be a multiple of ", group_bytes, ", the bytes of a group of ",
+              kGroupSize, " int4 numbers."));
+}
+
 // The same where query holds all three: each token's query heads, key heads and value heads. The
 // cache tells how wide a head is.
 void check_packed(const Checker& check, AttentionParams* p) {
-  p->head_dim = check.positive_dim(kPastKey, 3);
-  p->value_head_dim = check.positive_dim(kPastValue, 3);
+  p->head_dim = width_of_rows(check, kPastKey, key_type(p->cache_type));
+  p->value_head_dim = width_of_rows(check, kPastValue, p->cache_type);
   const std::int64_t size = check[kQuery].shape[2];
   // Divided, not multiplied: a tensor without elements may have any size, and a node any number.
   const bool is_too_large =
@@ -103,7 +135,11 @@ void check_packed(const Checker& check, AttentionParams* p) {
     refuse(text("query has shape ", shape_text(check[kQuery].shape), ": dimension 2 is ", size,
                 " and must be (num_heads ", p->num_heads, " + kv_num_heads ", p->kv_num_heads,
                 ") * head_dim ", p->head_dim, " + kv_num_heads * value_head_dim ",
-                p->value_head_dim, " of the cache, because key and value are absent."));
+                p->value_head_dim, " of the cache, because key and value are absent.",
+                p->cache_type == DataType::kInt4
+                    ? " Over an int4 cache heads must be multiples of 32 wide for that; give key "
+                      "and value where they are not."
+                    : ""));
   }
   if (check[kQuery].data != nullptr) {
     const char* query = static_cast<const char*>(check[kQuery].data);
@@ -142,9 +178,37 @@ void check_heads(const Checker& check, AttentionParams* p) {
     check.require_dim(input, 0, p->batch_size, "the batch_size of query");
     check.require_dim(input, 1, p->kv_num_heads, "kv_num_heads");
   }
-  check.require_dim(kPastKey, 3, p->head_dim, "the head_dim of query");
-  check.require_dim(kPastValue, 3, p->value_head_dim, "the value_head_dim of value");
   check.require_dim(kPastValue, 2, p->past_capacity, "the capacity of past_key");
+  const bool is_int4 = p->cache_type == DataType::kInt4;
+  check.require_dim(
+      kPastKey, 3, cache_row_size(key_type(p->cache_type), p->head_dim),
+      is_int4 ? "20 bytes for each 32 of the head_dim of query" : "the head_dim of query");
+  check.require_dim(kPastValue, 3, cache_row_size(p->cache_type, p->value_head_dim),
+                    is_int4 ? "16 bytes for each 32 of the value_head_dim of value"
+                            : "the value_head_dim of value");
+}
+
+// The scales of a quantised cache; no other has any.
+void check_scales(const Checker& check, const AttentionParams& p) {
+  for (const auto& [input, width] :
+       {std::pair{kPastKeyScale, p.head_dim}, std::pair{kPastValueScale, p.value_head_dim}}) {
+    if (!is_quantized(p.cache_type)) {
+      if (!check[input].exists) continue;
+      refuse(text(check[input].name, " is given, but the cache is ", name_of(p.cache_type),
+                  " and only quantised caches, int8 and int4, have scales; leave it out."));
+    }
+    if (!check[input].exists) {
+      refuse(text(check[input].name, " is absent; the cache is ", name_of(p.cache_type),
+                  " and quantised caches have scales, bfloat16 [batch_size, kv_num_heads, "
+                  "capacity, ceil(width / ",
+                  kGroupSize, ")]."));
+    }
+    check.require_rank(input, 4, "[batch_size, kv_num_heads, capacity, groups]");
+    check.require_dim(input, 0, p.batch_size, "the batch_size of query");
+    check.require_dim(input, 1, p.kv_num_heads, "kv_num_heads");
+    check.require_dim(input, 2, p.past_capacity, "the capacity of past_key");
+    check.require_dim(input, 3, num_groups(width), "a scale for each 32 numbers of a head");
+  }
 }
 
 // The mask and the mode: sets past, T and the capacity of present.
@@ -263,6 +327,10 @@ void check_bias(const Checker& check, AttentionParams* p) {
 
 }  // namespace
 
+std::int64_t cache_row_size(DataType type, std::int64_t width) {
+  return is_quantized(type) ? row_bytes(type, width) : width;
+}
+
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
                              DataType activation_type, DataType cache_type) {
   const Checker check(inputs);
@@ -274,16 +342,9 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   p.activation_type = activation_type;
   p.cache_type = cache_type;
 
-  for (AttentionInput input : {kPastKeyScale, kPastValueScale}) {
-    if (check[input].exists) {
-      refuse(text(check[input].name,
-                  " is given, but only quantised caches have scales and this version of the op "
-                  "library takes float32, float16 and bfloat16 caches; leave it out."),
-             ort::kNotImplemented);
-    }
-  }
   check_types(check, activation_type, cache_type);
   check_heads(check, &p);
+  check_scales(check, p);
   check_lengths(check, &p);
   // A window that holds every slot is none; dropping it also keeps sums with it in range.
   if (attributes.window_size < p.total_sequence_length) p.window_size = attributes.window_size;
@@ -299,6 +360,8 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
                                      : 1.0F / std::sqrt(static_cast<float>(p.head_dim));
   p.past_key = check[kPastKey].data;
   p.past_value = check[kPastValue].data;
+  p.past_key_scale = static_cast<const std::uint16_t*>(check[kPastKeyScale].data);
+  p.past_value_scale = static_cast<const std::uint16_t*>(check[kPastValueScale].data);
   p.attention_mask = static_cast<const std::int64_t*>(check[kAttentionMask].data);
   p.cos = static_cast<const float*>(check[kCos].data);
   p.sin = static_cast<const float*>(check[kSin].data);

@@ -2,6 +2,7 @@
 // types. The checks are in attention_check.cc, the arithmetic in cpu/.
 #include "attention_op.h"
 
+#include "kvconv/cache_format.h"
 #include "ops.h"
 
 namespace kvconv {
@@ -28,11 +29,16 @@ struct FlashAttentionNode {
     // 2. The outputs. Where the caller bound past and present to one buffer, they are one here.
     p.output = make_output(api, context, kOutput,
                            {p.batch_size, p.sequence_length, p.num_heads * p.value_head_dim});
-    p.present_key = make_output(api, context, kPresentKey,
-                                {p.batch_size, p.kv_num_heads, p.present_capacity, p.head_dim});
+    const DataType key_rows = key_type(p.cache_type);
+    p.present_key = make_present(context, p, kPresentKey, cache_row_size(key_rows, p.head_dim));
     p.present_value =
-        make_output(api, context, kPresentValue,
-                    {p.batch_size, p.kv_num_heads, p.present_capacity, p.value_head_dim});
+        make_present(context, p, kPresentValue, cache_row_size(p.cache_type, p.value_head_dim));
+    if (is_quantized(p.cache_type)) {
+      p.present_key_scale = static_cast<std::uint16_t*>(
+          make_present(context, p, kPresentKeyScale, num_groups(p.head_dim)));
+      p.present_value_scale = static_cast<std::uint16_t*>(
+          make_present(context, p, kPresentValueScale, num_groups(p.value_head_dim)));
+    }
     if (p.batch_size == 0 || p.total_sequence_length == 0) return;
 
     // 3. Run.
@@ -43,11 +49,15 @@ struct FlashAttentionNode {
     kernel.run(p, workspace.get(), parallel_for);
     pool.throw_if_failed();
   }
-};
 
-bool is_float(ort::ElementType type) {
-  return type == ort::kFloat32 || type == ort::kFloat16 || type == ort::kBFloat16;
-}
+ private:
+  // An output [B, K, C, size].
+  void* make_present(ort::KernelContext* context, const AttentionParams& p, AttentionOutput output,
+                     std::int64_t size) const {
+    return make_output(api, context, output,
+                       {p.batch_size, p.kv_num_heads, p.present_capacity, size});
+  }
+};
 
 struct FlashAttentionOp : CpuOp<FlashAttentionOp, FlashAttentionNode> {
   FlashAttentionOp(ort::ElementType activation_type, ort::ElementType cache_type)
@@ -69,6 +79,9 @@ struct FlashAttentionOp : CpuOp<FlashAttentionOp, FlashAttentionNode> {
         return cache;
       case kAttentionMask:
         return ort::kInt64;
+      case kPastKeyScale:
+      case kPastValueScale:
+        return ort::kBFloat16;
       case kPastSequenceLength:
         return ort::kInt32;
       default:
@@ -78,7 +91,7 @@ struct FlashAttentionOp : CpuOp<FlashAttentionOp, FlashAttentionNode> {
 
   ort::ElementType output_type(std::size_t index) const {
     if (index == kOutput) return activation;
-    return index == kPresentKey || index == kPresentValue ? cache : ort::kFloat32;
+    return index == kPresentKey || index == kPresentValue ? cache : ort::kBFloat16;
   }
 
   static bool requires_input(std::size_t index) {
@@ -86,11 +99,6 @@ struct FlashAttentionOp : CpuOp<FlashAttentionOp, FlashAttentionNode> {
   }
 
   FlashAttentionNode make_node(const ort::Api* api, const ort::KernelInfo* info) const {
-    if (!is_float(cache)) {
-      refuse(text("the cache is ", cache == ort::kInt8 ? "int8" : "uint8 (int4)",
-                  "; this version of the op library takes float32, float16 and bfloat16 caches."),
-             ort::kNotImplemented);
-    }
     return {api,
             {api, info, kAttentionInputNames},
             read_attributes(api, info),
@@ -107,7 +115,7 @@ struct FlashAttentionOp : CpuOp<FlashAttentionOp, FlashAttentionNode> {
 std::vector<const ort::CustomOp*> attention_ops() {
   static const std::vector<FlashAttentionOp> table = [] {
     std::vector<FlashAttentionOp> ops;
-    // Quantised caches are in the table so that a session over one is refused with a reason.
+    // uint8: int4 caches.
     for (ort::ElementType activation : {ort::kFloat32, ort::kFloat16}) {
       for (ort::ElementType cache :
            {ort::kFloat32, ort::kFloat16, ort::kBFloat16, ort::kInt8, ort::kUInt8}) {

@@ -70,6 +70,9 @@ using AttentionInputs = std::array<Tensor, kNumAttentionInputs>;
 // Reads and checks a node's attributes; throws OpError.
 AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* info);
 
+// The last dimension of a cache of rows of this type: elements, or bytes of packed codes.
+std::int64_t cache_row_size(DataType type, std::int64_t width);
+
 // Checks every input against the others and returns what a kernel needs, all but the outputs.
 // Throws OpError, naming both numbers that disagree.
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,

@@ -82,6 +82,11 @@ ort::ElementType element_type(DataType type) {
       return ort::kFloat16;
     case DataType::kBFloat16:
       return ort::kBFloat16;
+    case DataType::kInt8:
+      return ort::kInt8;
+    case DataType::kInt4:
+    case DataType::kInt5:
+      return ort::kUInt8;
     default:
       return ort::kFloat32;
   }
@@ -90,6 +95,8 @@ ort::ElementType element_type(DataType type) {
 DataType data_type(ort::ElementType type) {
   if (type == ort::kFloat16) return DataType::kFloat16;
   if (type == ort::kBFloat16) return DataType::kBFloat16;
+  if (type == ort::kInt8) return DataType::kInt8;
+  if (type == ort::kUInt8) return DataType::kInt4;
   return DataType::kFloat32;
 }
 

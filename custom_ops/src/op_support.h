@@ -111,7 +111,7 @@ struct Tensor {
 // A shape as complaints spell it: [2, 3].
 std::string shape_text(std::span<const std::int64_t> shape);
 
-// The floating-point types of kernels and of ONNX.
+// The types of kernels and of ONNX; uint8 is an int4 cache.
 ort::ElementType element_type(DataType type);
 DataType data_type(ort::ElementType type);
 

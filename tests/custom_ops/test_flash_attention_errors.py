@@ -83,6 +83,13 @@ def absent(name: str) -> Callable[[Inputs], None]:
     return change
 
 
+def scale(name: str) -> Callable[[Inputs], None]:
+    def change(inputs: Inputs) -> None:
+        inputs[name] = np.zeros((2, 2, 10, 1), dtype=np.uint16)
+
+    return change
+
+
 RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = {
     "query rank": (reshaped("query", 6, 32), {}, ["query", "[6, 32]", "rank 2", "rank 3"]),
     "query heads": (reshaped("query", 2, 3, 33), {}, ["query", "33", "num_heads 4"]),
@@ -153,8 +160,8 @@ RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = 
     "alibi": (reshaped("alibi_slopes", 2), {}, ["alibi_slopes", "is 2", "must be 4"]),
     "alibi rank": (reshaped("alibi_slopes", 4, 1), {}, ["alibi_slopes", "rank 2", "rank 1"]),
     "sink": (reshaped("head_sink", 8), {}, ["head_sink", "is 8", "must be 4"]),
-    "key scale": (reshaped("past_key_scale", 2, 2, 10, 1), {}, ["past_key_scale", "quantised"]),
-    "value scale": (reshaped("past_value_scale", 2, 2, 10, 1), {}, ["past_value_scale", "float16"]),
+    "key scale": (scale("past_key_scale"), {}, ["past_key_scale", "float32", "int8 and int4"]),
+    "value scale": (scale("past_value_scale"), {}, ["past_value_scale", "leave it out"]),
 }
 
 
@@ -226,9 +233,69 @@ def test_bad_attributes_are_refused_when_the_session_is_made(name: str) -> None:
         assert fragment in str(raised.value)
 
 
-@pytest.mark.parametrize("activation", ["float32", "float16"])
-@pytest.mark.parametrize("cache_type", ["int8", "uint8"])
-def test_quantised_caches_are_refused_by_name(activation: str, cache_type: str) -> None:
-    ranks = tuple((key, array.ndim) for key, array in valid_inputs().items())
-    with pytest.raises(Exception, match=f"{cache_type}.*float32, float16 and bfloat16"):
-        single_node.make_session(ranks, tuple(ATTRIBUTES.items()), activation, cache_type)
+def quantized_inputs(cache_type: str) -> Inputs:
+    """The valid inputs over an int8 cache, or an int4 one (uint8): a group of 32 numbers a row."""
+    inputs = valid_inputs()
+    sizes = (8, 6) if cache_type == "int8" else (20, 16)
+    for side, size in zip(("key", "value"), sizes, strict=True):
+        inputs[f"past_{side}"] = np.zeros((2, 2, 10, size), dtype=cache_type)
+        inputs[f"past_{side}_scale"] = np.zeros((2, 2, 10, 1), dtype=np.uint16)
+    return inputs
+
+
+QUANTIZED_ERRORS: dict[str, tuple[str, Callable[[Inputs], None], list[str]]] = {
+    "no key scale": ("int8", absent("past_key_scale"), ["past_key_scale is absent", "int8"]),
+    "no value scale": ("uint8", absent("past_value_scale"), ["past_value_scale is", "int4"]),
+    "scale rank": (
+        "int8",
+        reshaped("past_key_scale", 2, 2, 10),
+        ["past_key_scale", "rank 3", "rank 4"],
+    ),
+    "scale batch": ("int8", reshaped("past_key_scale", 1, 2, 10, 1), ["is 1", "must be 2"]),
+    "scale heads": ("int8", reshaped("past_value_scale", 2, 1, 10, 1), ["is 1", "must be 2"]),
+    "scale slots": ("int8", reshaped("past_key_scale", 2, 2, 9, 1), ["is 9", "must be 10"]),
+    "scale groups": (
+        "uint8",
+        reshaped("past_value_scale", 2, 2, 10, 2),
+        ["past_value_scale", "is 2", "must be 1", "32"],
+    ),
+    "int8 keys": ("int8", reshaped("past_key", 2, 2, 10, 9), ["past_key", "is 9", "be 8"]),
+    "int4 keys": ("uint8", reshaped("past_key", 2, 2, 10, 16), ["is 16", "be 20", "head_dim"]),
+    "int4 values": ("uint8", reshaped("past_value", 2, 2, 10, 3), ["is 3", "be 16", "value_head"]),
+    "int4, packed, no groups": (
+        "uint8",
+        packed(60, reshaped("past_key", 2, 2, 10, 30)),
+        ["past_key", "is 30", "multiple of 20"],
+    ),
+    "int4, packed, part of a group": (
+        "uint8",
+        packed(60),
+        ["query", "is 60", "head_dim 32", "multiples of 32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_ERRORS)
+def test_inconsistent_quantised_caches_are_refused(name: str) -> None:
+    cache_type, change, fragments = QUANTIZED_ERRORS[name]
+    inputs = quantized_inputs(cache_type)
+    assert single_node.run(inputs, ATTRIBUTES, cache_type=cache_type)["output"].shape == (2, 3, 24)
+    change(inputs)
+    with pytest.raises(Exception, match="kvconv::FlashAttention") as raised:
+        single_node.run(inputs, ATTRIBUTES, cache_type=cache_type)
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+
+
+def test_quantised_cache_without_outputs_for_its_scales_is_refused() -> None:
+    inputs = quantized_inputs("int8")
+    ranks = tuple((key, array.ndim) for key, array in inputs.items())
+    session = single_node.make_session(ranks, tuple(ATTRIBUTES.items()), cache_type="int8")
+    binding = session.io_binding()
+    for key, array in inputs.items():
+        kind = single_node.input_type(key, "float32", "int8")
+        binding.bind_ortvalue_input(key, single_node.ort_value(array, kind))
+    for output in single_node.OUTPUTS:
+        binding.bind_output(output)
+    with pytest.raises(Exception, match="output 3 is absent"):
+        session.run_with_iobinding(binding)

@@ -37,7 +37,7 @@ struct AttentionParams {
   bool rotary_interleaved = false;
 
   DataType activation_type = DataType::kFloat32;  // query, key, value, attention_bias, output
-  DataType cache_type = DataType::kFloat32;       // past and present
+  DataType cache_type = DataType::kFloat32;       // past and present; see cache_format.h
 
   const void* query = nullptr;          // [B, S, N, H]
   const void* key = nullptr;            // [B, S, K, H]
@@ -49,6 +49,10 @@ struct AttentionParams {
   const void* past_value = nullptr;     // [B, K, C, Hv]
   void* present_key = nullptr;          // the same memory as past_key, or apart from it
   void* present_value = nullptr;
+  const std::uint16_t* past_key_scale = nullptr;  // bfloat16 [B, K, C, groups of H] where the cache
+  const std::uint16_t* past_value_scale = nullptr;  // is quantised
+  std::uint16_t* present_key_scale = nullptr;
+  std::uint16_t* present_value_scale = nullptr;
   void* output = nullptr;  // [B, S, N, Hv]
 
   const std::int64_t* attention_mask = nullptr;  // [B, mask_width], 0 = never attend; may be null
@@ -75,5 +79,8 @@ const std::vector<FlashKernel>& flash_kernels();
 
 // The plain kernel that every fast one is tested against: one thread, double precision.
 void attention_reference(const AttentionParams& params);
+// Its two halves: the append, and attention over a cache that holds the new tokens already.
+void append_reference(const AttentionParams& params);
+void attend_reference(const AttentionParams& params);
 
 }  // namespace kvconv

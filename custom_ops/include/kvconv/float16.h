@@ -63,6 +63,7 @@ static inline std::uint16_t float_to_float16(float value) {
   return static_cast<std::uint16_t>(sign | half);
 }
 
+// Of the three float types.
 static inline std::int64_t bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
 
 static inline float load_element(const void* data, std::int64_t index, DataType type) {

@@ -6,7 +6,8 @@
 
 namespace kvconv {
 
-enum class DataType : std::uint8_t { kFloat32, kFloat16, kBFloat16 };
+// Of elements. The last three are those of caches alone (cache_format.h).
+enum class DataType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kInt5 };
 
 // How a kernel gets its threads: run(pool, task, data, count) calls task(data, i) once for every i
 // in [0, count), on any thread, and returns when all are done. A task must not throw.

@@ -31,6 +31,7 @@ void write_output(const AttentionParams& p, const Division& d, const Block& bloc
     for (std::int64_t h = 0; h < d.value_width; h += kLanes) {
       store(row + h, mul(load(row + h), inverse));
     }
+    if (is_quantized(p.cache_type)) transform(row, p.value_head_dim);
     const std::int64_t token =
         block.batch * p.sequence_length + position_of(d, block.first_row + r);
     const std::int64_t head = query_head_of(d, block.kv_head, block.first_row + r);
@@ -134,8 +135,10 @@ void run(const AttentionParams& p, void* workspace, const ParallelFor& parallel_
   };
 
   // 1. The cache: past and new keys and values.
-  const bool copies_past = p.past_sequence_length > 0 &&
-                           (p.past_key != p.present_key || p.past_value != p.present_value);
+  const bool copies_past =
+      p.past_sequence_length > 0 &&
+      (p.past_key != p.present_key || p.past_value != p.present_value ||
+       p.past_key_scale != p.present_key_scale || p.past_value_scale != p.present_value_scale);
   const std::int64_t new_elements =
       d.num_heads * p.sequence_length * (p.head_dim + p.value_head_dim);
   const ParallelFor serial;
@@ -147,10 +150,10 @@ void run(const AttentionParams& p, void* workspace, const ParallelFor& parallel_
                   const std::int64_t head = task / num_pieces;
                   const std::int64_t begin = task % num_pieces * kAppendTokens;
                   const std::int64_t end = min_of(begin + kAppendTokens, p.sequence_length);
-                  append_tokens(p, head, begin, end, p.past_key, p.present_key, p.key,
-                                p.key_token_stride, p.head_dim, p.rotary_dim > 0, row);
-                  append_tokens(p, head, begin, end, p.past_value, p.present_value, p.value,
-                                p.value_token_stride, p.value_head_dim, false, row);
+                  append_tokens(p, keys_of(p), head, begin, end, p.key, p.key_token_stride,
+                                p.rotary_dim > 0, row);
+                  append_tokens(p, values_of(p), head, begin, end, p.value, p.value_token_stride,
+                                false, row);
                 });
 
   // 2. Attention.

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "flash_codes.h"
 #include "kvconv/attention.h"
+#include "kvconv/cache_format.h"
 #include "vec_math.h"
 
 namespace kvconv {
@@ -35,25 +37,95 @@ void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position,
   }
 }
 
+// Keys or values as they are kept: a tensor of rows [B, K, C] and, where it is quantised, theirs
+// of scales.
+struct Cache {
+  DataType type;
+  std::int64_t width;       // numbers of a row,
+  std::int64_t bytes;       // the bytes they take,
+  std::int64_t num_scales;  // and their scales
+  const void* past;
+  void* present;
+  const std::uint16_t* past_scales;
+  std::uint16_t* present_scales;
+
+  // Row `row` of the present, and its scales.
+  const char* row_at(std::int64_t row) const {
+    return static_cast<const char*>(present) + row * bytes;
+  }
+  const std::uint16_t* scales_at(std::int64_t row) const {
+    return num_scales == 0 ? nullptr : present_scales + row * num_scales;
+  }
+};
+
+Cache keys_of(const AttentionParams& p) {
+  const DataType type = key_type(p.cache_type);
+  return {type,
+          p.head_dim,
+          row_bytes(type, p.head_dim),
+          num_scales(type, p.head_dim),
+          p.past_key,
+          p.present_key,
+          p.past_key_scale,
+          p.present_key_scale};
+}
+
+Cache values_of(const AttentionParams& p) {
+  const DataType type = p.cache_type;
+  return {type,
+          p.value_head_dim,
+          row_bytes(type, p.value_head_dim),
+          num_scales(type, p.value_head_dim),
+          p.past_value,
+          p.present_value,
+          p.past_value_scale,
+          p.present_value_scale};
+}
+
+// Copies the past rows of a head, unless past and present are one.
+void copy_past(const AttentionParams& p, std::int64_t head, const void* past, void* present,
+               std::int64_t row_bytes) {
+  if (past == present || p.past_sequence_length == 0) return;
+  std::memcpy(static_cast<char*>(present) + head * p.present_capacity * row_bytes,
+              static_cast<const char*>(past) + head * p.past_capacity * row_bytes,
+              static_cast<std::size_t>(p.past_sequence_length * row_bytes));
+}
+
+// Writes a row, which is overwritten, as the cache's row `index`.
+void store_row(const Cache& cache, float* row, std::int64_t index) {
+  char* target = static_cast<char*>(cache.present) + index * cache.bytes;
+  if (!is_quantized(cache.type)) return narrow(row, target, cache.type, cache.width);
+  transform(row, cache.width);
+  auto* codes = reinterpret_cast<std::uint8_t*>(target);
+  std::uint16_t* scales = cache.present_scales + index * cache.num_scales;
+  switch (cache.type) {
+    case DataType::kInt8:
+      return quantize_row<DataType::kInt8>(row, cache.width, codes, scales);
+    case DataType::kInt4:
+      return quantize_row<DataType::kInt4>(row, cache.width, codes, scales);
+    default:
+      return quantize_row<DataType::kInt5>(row, cache.width, codes, scales);
+  }
+}
+
 // Writes the new tokens [begin, end) of cache head `head` into their slots, and with the first of
 // them the past, unless past and present are one.
-void append_tokens(const AttentionParams& p, std::int64_t head, std::int64_t begin,
-                   std::int64_t end, const void* past, void* present, const void* source,
-                   std::int64_t token_stride, std::int64_t width, bool rotates, float* row) {
-  const std::int64_t cache_row_bytes = width * bytes_of(p.cache_type);
-  char* target = static_cast<char*>(present) + head * p.present_capacity * cache_row_bytes;
-  if (begin == 0 && past != present && p.past_sequence_length > 0) {
-    std::memcpy(target, static_cast<const char*>(past) + head * p.past_capacity * cache_row_bytes,
-                static_cast<std::size_t>(p.past_sequence_length * cache_row_bytes));
+void append_tokens(const AttentionParams& p, const Cache& cache, std::int64_t head,
+                   std::int64_t begin, std::int64_t end, const void* source,
+                   std::int64_t token_stride, bool rotates, float* row) {
+  if (begin == 0) {
+    copy_past(p, head, cache.past, cache.present, cache.bytes);
+    copy_past(p, head, cache.past_scales, cache.present_scales,
+              cache.num_scales * static_cast<std::int64_t>(sizeof(std::uint16_t)));
   }
   const std::int64_t batch = head / p.kv_num_heads;
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t token = batch * p.sequence_length + i;
-    const std::int64_t offset = token * token_stride + head % p.kv_num_heads * width;
+    const std::int64_t offset = token * token_stride + head % p.kv_num_heads * cache.width;
     widen(static_cast<const char*>(source) + offset * bytes_of(p.activation_type),
-          p.activation_type, row, width);
+          p.activation_type, row, cache.width);
     if (rotates) rotate(p, batch, i, row);
-    narrow(row, target + (p.past_sequence_length + i) * cache_row_bytes, p.cache_type, width);
+    store_row(cache, row, head * p.present_capacity + p.past_sequence_length + i);
   }
 }
 

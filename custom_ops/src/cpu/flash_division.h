@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kvconv/attention.h"
+#include "kvconv/cache_format.h"
 #include "tasks.h"
 #include "vec.h"
 
@@ -58,7 +59,7 @@ struct Division {
   std::int64_t num_splits;  // key ranges per block
   std::int64_t key_tile;    // keys whose scores are held at once
   std::int64_t num_heads;   // B * K
-  std::int64_t key_width;   // H and Hv, padded to whole vectors
+  std::int64_t key_width;   // H and Hv, padded to whole vectors, to whole groups where quantised
   std::int64_t value_width;
 };
 
@@ -83,10 +84,11 @@ Division divide(const AttentionParams& p) {
   d.num_splits = max_of(min_of(kWantedTasks / num_tasks, keys / kMinSplitKeys),
                         min_of(ceil_div(kLeastTasks, num_tasks), keys / kLeastSplitKeys));
   d.num_splits = d.is_serial ? 1 : max_of(1, d.num_splits);
-  const std::int64_t fitting = kFewRowsTileBytes / (p.head_dim * bytes_of(p.cache_type));
+  const std::int64_t fitting = kFewRowsTileBytes / row_bytes(key_type(p.cache_type), p.head_dim);
   d.key_tile = d.has_few_rows ? max_of(32, min_of(fitting / 32 * 32, kFewRowsKeyTile)) : kKeyTile;
-  d.key_width = round_up(p.head_dim, kLanes);
-  d.value_width = round_up(p.value_head_dim, kLanes);
+  const std::int64_t unit = is_quantized(p.cache_type) ? kGroupSize : kLanes;
+  d.key_width = round_up(p.head_dim, unit);
+  d.value_width = round_up(p.value_head_dim, unit);
   return d;
 }
 
@@ -155,9 +157,11 @@ Partial partial_at(float* memory, const Division& d) {
 struct Scratch {
   float* queries;  // rotated and scaled
   float* scores;
-  float* strips;        // running sums of the strips
-  float* keys;          // [kKeyTile, H], when the cache is not float32 and rows are many
-  float* values;        // [kKeyTile, Hv]
+  float* strips;      // running sums of the strips
+  float* keys;        // [kKeyTile, H] and a group more, when the cache is not float32 and rows
+  float* values;      // are many; [kKeyTile, Hv]
+  float* key_scales;  // [keys of a tile, groups of H], when the cache is quantised
+  float* value_scales;
   float* rows;          // [kLanes, max(key_width, value_width, kKeyTile)]
   float* bias;          // [kFewRowsKeyTile]
   float* alpha;         // [rows]
@@ -181,8 +185,10 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
   scratch->queries = take(d.has_few_rows ? d.block_rows * d.key_width : lanes * d.key_width);
   scratch->scores = take(d.has_few_rows ? d.block_rows * kFewRowsKeyTile : kStripRows * kKeyTile);
   scratch->strips = take(d.has_few_rows ? 0 : lanes * d.value_width);
-  scratch->keys = take(widens ? kKeyTile * p.head_dim : 0);
-  scratch->values = take(widens ? kKeyTile * p.value_head_dim : 0);
+  scratch->keys = take(widens ? kKeyTile * p.head_dim + kGroupSize : 0);
+  scratch->values = take(widens ? kKeyTile * p.value_head_dim + kGroupSize : 0);
+  scratch->key_scales = take(d.key_tile * num_scales(p.cache_type, p.head_dim));
+  scratch->value_scales = take(d.key_tile * num_scales(p.cache_type, p.value_head_dim));
   scratch->rows = take(kLanes * max_of(max_of(d.key_width, d.value_width), kKeyTile));
   scratch->bias = take(kFewRowsKeyTile);
   scratch->alpha = take(lanes);

@@ -22,10 +22,13 @@ void load_query(const AttentionParams& p, const Division& d, const Block& block,
   const std::int64_t token = block.batch * p.sequence_length + position;
   const std::int64_t head = query_head_of(d, block.kv_head, block.first_row + r);
   const std::int64_t offset = token * p.query_token_stride + head * p.head_dim;
-  store(row + d.key_width - kLanes, set(0.0F));
+  for (std::int64_t h = p.head_dim / kLanes * kLanes; h < d.key_width; h += kLanes) {
+    store(row + h, set(0.0F));
+  }
   widen(static_cast<const char*>(p.query) + offset * bytes_of(p.activation_type), p.activation_type,
         row, p.head_dim);
   if (p.rotary_dim > 0) rotate(p, block.batch, position, row);
+  if (is_quantized(p.cache_type)) transform(row, p.head_dim);
   // Scores are in units of ln 2; a softcap wants them as they are.
   const Vec scale = set(p.softcap > 0.0F ? p.scale : p.scale * kLog2E);
   for (std::int64_t h = 0; h < d.key_width; h += kLanes) store(row + h, mul(load(row + h), scale));

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "flash_codes.h"
 #include "flash_division.h"
 #include "kvconv/attention.h"
 #include "kvconv/float16.h"
@@ -16,6 +17,7 @@ namespace kvconv {
 namespace {
 
 constexpr int kDotKeys = 4;  // keys whose products are summed across lanes together
+constexpr int kMixGroups = kLanes == 16 ? 2 : 1;  // groups of a value whose sums are in registers
 
 // Elements [i, i + kLanes) of a cache, as floats.
 template <DataType type>
@@ -146,43 +148,144 @@ void mix_block(const float* weights, std::int64_t weight_stride, const void* dat
   }
 }
 
+// The same as dot_block of rows that are codes; `codes` is where the first one's begin.
+template <DataType type, int rows, int keys>
+void dot_codes(const float* queries, std::int64_t query_stride, const char* codes,
+               const float* scales, std::int64_t width, float* scores, std::int64_t score_stride) {
+  const std::int64_t groups = num_groups(width);
+  const std::int64_t bytes = row_bytes(type, width);
+  std::uint8_t part[kGroupSize];
+  Vec sums[rows][keys];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int t = 0; t < keys; ++t) sums[r][t] = set(0.0F);
+  }
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const float* query = queries + g * kGroupSize;
+#pragma GCC unroll 4
+    for (int t = 0; t < keys; ++t) {
+      const GroupCodes group = group_at<type>(codes + t * bytes, g, width, part);
+#pragma GCC unroll 4
+      for (int j = 0; j < 16; j += kLanes) {
+        const Pair pair = load_pair<type>(group, j, scales[t * groups + g]);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+          const float* numbers = query + r * query_stride + j;
+          sums[r][t] = fma(load(numbers), pair.first, sums[r][t]);
+          sums[r][t] = fma(load(numbers + 16), pair.second, sums[r][t]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+    float* row = scores + r * score_stride;
+    if constexpr (keys == 4) {
+      store_sums(row, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+    } else {
+      row[0] = sum_of_lanes(sums[r][0]);
+    }
+  }
+}
+
+// The same as mix_block of `groups` groups from group `first` on.
+template <DataType type, int rows, int groups>
+void mix_codes(const float* weights, std::int64_t weight_stride, const char* codes,
+               const float* scales, std::int64_t width, std::int64_t first, std::int64_t keys,
+               float* accumulator, std::int64_t stride, const float* alpha, Calls& calls) {
+  constexpr int vecs = static_cast<int>(kGroupSize) / kLanes;
+  const std::int64_t row_groups = num_groups(width);
+  const std::int64_t bytes = row_bytes(type, width);
+  std::uint8_t part[kGroupSize];
+  Vec sums[rows][groups * vecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < groups * vecs; ++v) {
+      sums[r][v] = mul(set(alpha[r]), load(accumulator + r * stride + v * kLanes));
+    }
+  }
+  for (std::int64_t t = 0; t < keys; ++t) {
+    calls.step();
+    Vec factors[rows];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) factors[r] = set(weights[r * weight_stride + t]);
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; ++g) {
+      const GroupCodes group = group_at<type>(codes + t * bytes, first + g, width, part);
+#pragma GCC unroll 4
+      for (int v = 0; v < vecs / 2; ++v) {
+        const Pair pair = load_pair<type>(group, v * kLanes, scales[t * row_groups + first + g]);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+          Vec* sum = &sums[r][g * vecs + v];
+          sum[0] = fma(factors[r], pair.first, sum[0]);
+          sum[vecs / 2] = fma(factors[r], pair.second, sum[vecs / 2]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < groups * vecs; ++v)
+      store(accumulator + r * stride + v * kLanes, sums[r][v]);
+  }
+}
+
 // A tile of keys and values, and how it meets the rows.
 struct RowTile {
-  const void* keys;
-  const void* values;
-  std::int64_t first_key;    // element of the cache where the tile's keys start
-  std::int64_t first_value;  // and its values
+  const char* keys;
+  const char* values;
+  const float* key_scales;  // where the cache is quantised
+  const float* value_scales;
   std::int64_t count;
 };
 
 template <DataType type, int rows>
 void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
               const float* queries, float* scores, Calls& calls) {
+  const auto dot = [&](std::int64_t t, auto keys) {
+    if constexpr (is_quantized(type)) {
+      dot_codes<key_type(type), rows, keys.value>(
+          queries, d.key_width, tile.keys + t * row_bytes(key_type(type), p.head_dim),
+          tile.key_scales + t * num_groups(p.head_dim), p.head_dim, scores + t, kFewRowsKeyTile);
+    } else {
+      dot_block<type, rows, keys.value>(queries, d.key_width, tile.keys, t * p.head_dim, p.head_dim,
+                                        scores + t, kFewRowsKeyTile);
+    }
+  };
   std::int64_t t = 0;
   for (; t + kDotKeys <= tile.count; t += kDotKeys) {
     calls.step();
-    dot_block<type, rows, kDotKeys>(queries, d.key_width, tile.keys,
-                                    tile.first_key + t * p.head_dim, p.head_dim, scores + t,
-                                    kFewRowsKeyTile);
+    dot(t, Constant<kDotKeys>());
   }
-  for (; t < tile.count; ++t) {
-    dot_block<type, rows, 1>(queries, d.key_width, tile.keys, tile.first_key + t * p.head_dim,
-                             p.head_dim, scores + t, kFewRowsKeyTile);
-  }
+  for (; t < tile.count; ++t) dot(t, Constant<1>());
 }
 
 template <DataType type, int rows>
 void mix_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
               const float* weights, float* accumulator, const float* alpha, Calls& calls) {
   std::int64_t i = 0;
-  const auto mix = [&](const auto& block, std::int64_t part) {
-    block(weights, kFewRowsKeyTile, tile.values, tile.first_value + i, p.value_head_dim, part,
-          tile.count, accumulator + i, d.value_width, alpha, calls);
-  };
-  for (; i + 4 * kLanes <= p.value_head_dim; i += 4 * kLanes)
-    mix(mix_block<type, rows, 4, false>, 0);
-  for (; i + kLanes <= p.value_head_dim; i += kLanes) mix(mix_block<type, rows, 1, false>, 0);
-  if (i < p.value_head_dim) mix(mix_block<type, rows, 1, true>, p.value_head_dim - i);
+  if constexpr (is_quantized(type)) {
+    const auto mix = [&](const auto& block) {
+      block(weights, kFewRowsKeyTile, tile.values, tile.value_scales, p.value_head_dim,
+            i / kGroupSize, tile.count, accumulator + i, d.value_width, alpha, calls);
+    };
+    constexpr std::int64_t kBlock = kMixGroups * kGroupSize;
+    for (; i + kBlock <= d.value_width; i += kBlock) mix(mix_codes<type, rows, kMixGroups>);
+    for (; i < d.value_width; i += kGroupSize) mix(mix_codes<type, rows, 1>);
+  } else {
+    const auto mix = [&](const auto& block, std::int64_t part) {
+      block(weights, kFewRowsKeyTile, tile.values, i, p.value_head_dim, part, tile.count,
+            accumulator + i, d.value_width, alpha, calls);
+    };
+    for (; i + 4 * kLanes <= p.value_head_dim; i += 4 * kLanes)
+      mix(mix_block<type, rows, 4, false>, 0);
+    for (; i + kLanes <= p.value_head_dim; i += kLanes) mix(mix_block<type, rows, 1, false>, 0);
+    if (i < p.value_head_dim) mix(mix_block<type, rows, 1, true>, p.value_head_dim - i);
+  }
 }
 
 }  // namespace

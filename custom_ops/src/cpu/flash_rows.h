@@ -30,10 +30,9 @@ void for_each_row_group(std::int64_t num_rows, const Body& body) {
 // The keys of the first tile of a range.
 Memory first_keys(const AttentionParams& p, const Division& d, const Block& block,
                   const Range& range) {
-  const std::int64_t key_bytes = p.head_dim * bytes_of(p.cache_type);
-  const std::int64_t row = cache_row_of(p, block) + range.begin;
-  return {static_cast<const char*>(p.present_key) + row * key_bytes,
-          min_of(d.key_tile, range.end - range.begin) * key_bytes};
+  const Cache keys = keys_of(p);
+  return {keys.row_at(cache_row_of(p, block) + range.begin),
+          min_of(d.key_tile, range.end - range.begin) * keys.bytes};
 }
 
 // Turns a row's products into weights 2^(score - maximum) and updates its maximum and sum; returns
@@ -80,21 +79,32 @@ float weigh_row(const AttentionParams& p, const Division& d, const Block& block,
 }
 
 // The slow sum for tiles where values are met that are not finite: a weight of 0 takes nothing.
-template <DataType type>
-void mix_skipping_zeros(const AttentionParams& p, const Division& d, const RowTile& tile,
-                        std::int64_t num_rows, const float* weights, float* accumulator,
-                        const float* alpha) {
+void mix_skipping_zeros(const Cache& values, const Division& d, std::int64_t first_row,
+                        std::int64_t keys, std::int64_t num_rows, const float* weights,
+                        float* accumulator, const float* alpha) {
   for (std::int64_t r = 0; r < num_rows; ++r) {
-    for (std::int64_t h = 0; h < p.value_head_dim; ++h) {
+    for (std::int64_t h = 0; h < values.width; ++h) {
       float sum = accumulator[r * d.value_width + h] * alpha[r];
-      for (std::int64_t t = 0; t < tile.count; ++t) {
+      for (std::int64_t t = 0; t < keys; ++t) {
         const float weight = weights[r * kFewRowsKeyTile + t];
-        const std::int64_t i = tile.first_value + t * p.value_head_dim + h;
-        if (weight != 0.0F) sum += weight * load_element(tile.values, i, type);
+        if (weight == 0.0F) continue;
+        sum += weight * load_number(values.type, values.present, values.present_scales,
+                                    values.width, first_row + t, h);
       }
       accumulator[r * d.value_width + h] = sum;
     }
   }
+}
+
+// The tile of `keys` keys from the cache's row `row` on, its scales widened.
+RowTile row_tile_at(const Cache& cached_keys, const Cache& cached_values, std::int64_t row,
+                    std::int64_t keys, const Scratch& scratch) {
+  widen(cached_keys.scales_at(row), DataType::kBFloat16, scratch.key_scales,
+        keys * cached_keys.num_scales);
+  widen(cached_values.scales_at(row), DataType::kBFloat16, scratch.value_scales,
+        keys * cached_values.num_scales);
+  return {cached_keys.row_at(row), cached_values.row_at(row), scratch.key_scales,
+          scratch.value_scales, keys};
 }
 
 template <DataType type>
@@ -103,18 +113,16 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
                  const Scratch& scratch, const Partial& partial) {
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(block.num_rows * d.value_width) * sizeof(float));
+  const Cache cached_keys = keys_of(p);
+  const Cache cached_values = values_of(p);
   for (std::int64_t slot = range.begin; slot < range.end; slot += d.key_tile) {
     const std::int64_t keys = min_of(d.key_tile, range.end - slot);
     const TileMask mask = tile_mask(p, block, slot, keys);
     if (mask.hides_all) continue;
     const std::int64_t cache_row = cache_row_of(p, block) + slot;
-    const RowTile tile{p.present_key, p.present_value, cache_row * p.head_dim,
-                       cache_row * p.value_head_dim, keys};
-    const std::int64_t num_groups = ceil_div(block.num_rows, kMaxDotRows);
-    const std::int64_t value_bytes = p.value_head_dim * bytes_of(type);
-    Calls values(
-        {static_cast<const char*>(p.present_value) + cache_row * value_bytes, keys * value_bytes},
-        num_groups * (keys / kDotKeys));
+    const RowTile tile = row_tile_at(cached_keys, cached_values, cache_row, keys, scratch);
+    const std::int64_t row_groups = ceil_div(block.num_rows, kMaxDotRows);
+    Calls values({tile.values, keys * cached_values.bytes}, row_groups * (keys / kDotKeys));
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
       dot_rows<type, count.value>(p, d, tile, scratch.queries + r * d.key_width,
                                   scratch.scores + r * kFewRowsKeyTile, values);
@@ -125,13 +133,13 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
                     scratch, partial.maximum + r, partial.sum + r);
     }
     if (skips_zero_weights) {
-      mix_skipping_zeros<type>(p, d, tile, block.num_rows, scratch.scores, partial.accumulator,
-                               scratch.alpha);
+      mix_skipping_zeros(cached_values, d, cache_row, keys, block.num_rows, scratch.scores,
+                         partial.accumulator, scratch.alpha);
       continue;
     }
     const bool is_last = slot + d.key_tile >= range.end;
     Calls next_keys(is_last ? after : first_keys(p, d, block, {slot + keys, range.end}),
-                    num_groups * keys);
+                    row_groups * keys);
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
       mix_rows<type, count.value>(p, d, tile, scratch.scores + r * kFewRowsKeyTile,
                                   partial.accumulator + r * d.value_width, scratch.alpha + r,
@@ -164,6 +172,10 @@ void attend_few_rows(const AttentionParams& p, const Division& d, const Block& b
       return attend_few_rows_of<DataType::kFloat16>(p, d, block, range, after, scratch, partial);
     case DataType::kBFloat16:
       return attend_few_rows_of<DataType::kBFloat16>(p, d, block, range, after, scratch, partial);
+    case DataType::kInt8:
+      return attend_few_rows_of<DataType::kInt8>(p, d, block, range, after, scratch, partial);
+    case DataType::kInt4:
+      return attend_few_rows_of<DataType::kInt4>(p, d, block, range, after, scratch, partial);
     default:
       return attend_few_rows_of<DataType::kFloat32>(p, d, block, range, after, scratch, partial);
   }

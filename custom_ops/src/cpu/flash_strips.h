@@ -61,11 +61,24 @@ void add_strip_bias(const AttentionParams& p, const Division& d, const Block& bl
 }
 
 // The tile's rows of a cache head as float32 [keys, width]: in place, or widened into `buffer`.
-const float* tile_of(const AttentionParams& p, const void* present, std::int64_t row,
-                     std::int64_t keys, std::int64_t width, float* buffer) {
-  if (p.cache_type == DataType::kFloat32) return static_cast<const float*>(present) + row * width;
-  widen(static_cast<const char*>(present) + row * width * bytes_of(p.cache_type), p.cache_type,
-        buffer, keys * width);
+const float* tile_of(const Cache& cache, std::int64_t row, std::int64_t keys, float* buffer,
+                     float* scales) {
+  const char* rows = cache.row_at(row);
+  if (cache.type == DataType::kFloat32) return reinterpret_cast<const float*>(rows);
+  widen(cache.scales_at(row), DataType::kBFloat16, scales, keys * cache.num_scales);
+  switch (cache.type) {
+    case DataType::kInt8:
+      widen_rows<DataType::kInt8>(rows, scales, keys, cache.width, buffer);
+      break;
+    case DataType::kInt4:
+      widen_rows<DataType::kInt4>(rows, scales, keys, cache.width, buffer);
+      break;
+    case DataType::kInt5:
+      widen_rows<DataType::kInt5>(rows, scales, keys, cache.width, buffer);
+      break;
+    default:
+      widen(rows, cache.type, buffer, keys * cache.width);
+  }
   return buffer;
 }
 
@@ -133,9 +146,9 @@ void attend_strips(const AttentionParams& p, const Division& d, const Block& blo
     const TileMask mask = tile_mask(p, block, tile, keys);
     if (mask.hides_all) continue;
     const std::int64_t cache_row = cache_row_of(p, block) + tile;
-    const float* key_tile = tile_of(p, p.present_key, cache_row, keys, p.head_dim, scratch.keys);
+    const float* key_tile = tile_of(keys_of(p), cache_row, keys, scratch.keys, scratch.key_scales);
     const float* value_tile =
-        tile_of(p, p.present_value, cache_row, keys, p.value_head_dim, scratch.values);
+        tile_of(values_of(p), cache_row, keys, scratch.values, scratch.value_scales);
     for (std::int64_t first = 0; first < block.num_rows; first += kStripRows) {
       const Strip strip = strip_at(d, block, scratch, first);
       const std::int64_t row = block.first_row + first;

@@ -104,4 +104,64 @@ static inline Vec load_bfloat16(const std::uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
+template <int stride>
+static inline Vec butterfly(Vec a) {
+  if constexpr (stride == 1) {
+    const Vec b = _mm256_permute_ps(a, 0xB1);
+    return _mm256_blend_ps(_mm256_add_ps(b, a), _mm256_sub_ps(b, a), 0xAA);
+  } else if constexpr (stride == 2) {
+    const Vec b = _mm256_permute_ps(a, 0x4E);
+    return _mm256_blend_ps(_mm256_add_ps(b, a), _mm256_sub_ps(b, a), 0xCC);
+  } else {
+    const Vec b = _mm256_permute2f128_ps(a, a, 0x01);
+    return _mm256_blend_ps(_mm256_add_ps(b, a), _mm256_sub_ps(b, a), 0xF0);
+  }
+}
+static inline Vec round_to_even(Vec a) { return _mm256_round_ps(a, 0); }
+static inline std::uint32_t bits_at_least(Vec a, Vec b) {
+  return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
+}
+static inline void store_bytes(std::uint8_t* p, Vec a) {
+  const __m256i bytes = _mm256_and_si256(_mm256_cvtps_epi32(a), _mm256_set1_epi32(255));
+  const __m128i words =
+      _mm_packus_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+
+struct Pair {
+  Vec first;
+  Vec second;
+};
+static inline __m128i load_codes(const std::uint8_t* p) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+}
+static inline Pair load_int8_pair(const std::uint8_t* codes, float scale) {
+  return {mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_codes(codes))), set(scale)),
+          mul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_codes(codes + 16))), set(scale))};
+}
+// (code - zero point) * scale, without a rounding in between.
+static inline Vec scaled(__m256i codes, float zero_point, float scale) {
+  return fma(_mm256_cvtepi32_ps(codes), set(scale), set(-zero_point * scale));
+}
+static inline Pair load_int4_pair(const std::uint8_t* codes, float scale) {
+  const __m256i both = _mm256_cvtepu8_epi32(load_codes(codes));
+  return {scaled(_mm256_and_si256(both, _mm256_set1_epi32(15)), 8.0F, scale),
+          scaled(_mm256_srli_epi32(both, 4), 8.0F, scale)};
+}
+static inline Pair load_int5_pair(const std::uint8_t* codes, std::uint32_t fifth_bits,
+                                  float scale) {
+  const __m256i both = _mm256_cvtepu8_epi32(load_codes(codes));
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i bit_4 = _mm256_set1_epi32(16);
+  // Each lane's fifth bit at bit 4.
+  const auto fifth = [&](std::uint32_t bits) {
+    const __m256i all = _mm256_set1_epi32(static_cast<int>((bits & 0xFFFFU) << 4));
+    return _mm256_and_si256(_mm256_srlv_epi32(all, lane), bit_4);
+  };
+  const __m256i first = _mm256_and_si256(both, _mm256_set1_epi32(15));
+  const __m256i second = _mm256_srli_epi32(both, 4);
+  return {scaled(_mm256_or_si256(first, fifth(fifth_bits)), 16.0F, scale),
+          scaled(_mm256_or_si256(second, fifth(fifth_bits >> 16)), 16.0F, scale)};
+}
+
 }  // namespace kvconv

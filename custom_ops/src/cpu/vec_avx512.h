@@ -110,4 +110,71 @@ static inline Vec load_bfloat16(const std::uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
+template <int stride>
+static inline Vec butterfly(Vec a) {
+  if constexpr (stride == 1) {
+    const Vec b = _mm512_permute_ps(a, 0xB1);
+    return _mm512_mask_sub_ps(_mm512_add_ps(b, a), 0xAAAA, b, a);
+  } else if constexpr (stride == 2) {
+    const Vec b = _mm512_permute_ps(a, 0x4E);
+    return _mm512_mask_sub_ps(_mm512_add_ps(b, a), 0xCCCC, b, a);
+  } else if constexpr (stride == 4) {
+    const Vec b = _mm512_shuffle_f32x4(a, a, 0xB1);
+    return _mm512_mask_sub_ps(_mm512_add_ps(b, a), 0xF0F0, b, a);
+  } else {
+    const Vec b = _mm512_shuffle_f32x4(a, a, 0x4E);
+    return _mm512_mask_sub_ps(_mm512_add_ps(b, a), 0xFF00, b, a);
+  }
+}
+static inline Vec round_to_even(Vec a) { return _mm512_roundscale_ps(a, 0); }
+static inline std::uint32_t bits_at_least(Vec a, Vec b) {
+  return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
+}
+static inline void store_bytes(std::uint8_t* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+}
+
+struct Pair {
+  Vec first;
+  Vec second;
+};
+static inline __m128i load_codes(const std::uint8_t* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+static inline Pair load_int8_pair(const std::uint8_t* codes, float scale) {
+  const Vec factor = _mm512_set1_ps(scale);
+  return {mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_codes(codes))), factor),
+          mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_codes(codes + 16))), factor)};
+}
+// Numbers of four bits are looked up in a table, whose choice looks at no higher bits.
+static inline Pair load_int4_pair(const std::uint8_t* codes, float scale) {
+  const Vec table =
+      mul(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7), set(scale));
+  const __m512i both = _mm512_cvtepu8_epi32(load_codes(codes));
+  return {_mm512_permutexvar_ps(both, table),
+          _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table)};
+}
+// The same in two tables: a rotation takes each lane's fifth bit to where it chooses between them.
+static inline Pair load_int5_pair(const std::uint8_t* codes, std::uint32_t fifth_bits,
+                                  float scale) {
+  const Vec low =
+      mul(_mm512_setr_ps(-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1),
+          set(scale));
+  const Vec high =
+      mul(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), set(scale));
+  const __m512i to_bit_4 =
+      _mm512_setr_epi32(4, 3, 2, 1, 0, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21);
+  const __m512i from_16_to_bit_4 =
+      _mm512_setr_epi32(20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5);
+  const __m512i bit_4 = _mm512_set1_epi32(16);
+  const __m512i bits = _mm512_set1_epi32(static_cast<int>(fifth_bits));
+  const __m512i both = _mm512_cvtepu8_epi32(load_codes(codes));
+  constexpr int kFirstChooses = 0xCA;
+  const __m512i first =
+      _mm512_ternarylogic_epi32(bit_4, _mm512_rolv_epi32(bits, to_bit_4), both, kFirstChooses);
+  const __m512i second = _mm512_ternarylogic_epi32(bit_4, _mm512_rolv_epi32(bits, from_16_to_bit_4),
+                                                   _mm512_srli_epi32(both, 4), kFirstChooses);
+  return {_mm512_permutex2var_ps(low, first, high), _mm512_permutex2var_ps(low, second, high)};
+}
+
 }  // namespace kvconv

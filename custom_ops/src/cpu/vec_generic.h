@@ -95,4 +95,62 @@ static inline Vec load_bfloat16(const std::uint16_t* p) {
              bfloat16_to_float(p[3])};
 }
 
+// Sums and differences of neighbours: lane i becomes a[i] + a[i + stride] where i & stride is 0,
+// and a[i - stride] - a[i] elsewhere. stride is a power of two below kLanes.
+template <int stride>
+static inline Vec butterfly(Vec a) {
+  if constexpr (stride == 1) return Vec{a[0] + a[1], a[0] - a[1], a[2] + a[3], a[2] - a[3]};
+  return Vec{a[0] + a[2], a[1] + a[3], a[0] - a[2], a[1] - a[3]};
+}
+// To whole numbers, halves to the even one.
+static inline Vec round_to_even(Vec a) {
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(__builtin_lrintf(a[i]));
+  return v;
+}
+// Bit i tells whether lane i of a is at least b's.
+static inline std::uint32_t bits_at_least(Vec a, Vec b) {
+  std::uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<std::uint32_t>(a[i] >= b[i]) << i;
+  return bits;
+}
+// Stores whole numbers from -128 to 255 as bytes.
+static inline void store_bytes(std::uint8_t* p, Vec a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<std::uint8_t>(static_cast<int>(a[i]));
+}
+
+// Numbers [j, j + kLanes) and [16 + j, 16 + j + kLanes) of a group of 32 (cache_format.h).
+struct Pair {
+  Vec first;
+  Vec second;
+};
+// codes: of the first number. fifth_bits: those of the group from number j on.
+static inline Pair load_int8_pair(const std::uint8_t* codes, float scale) {
+  Pair pair;
+  for (int i = 0; i < kLanes; ++i) {
+    pair.first[i] = static_cast<float>(static_cast<std::int8_t>(codes[i])) * scale;
+    pair.second[i] = static_cast<float>(static_cast<std::int8_t>(codes[16 + i])) * scale;
+  }
+  return pair;
+}
+static inline Pair load_int4_pair(const std::uint8_t* codes, float scale) {
+  Pair pair;
+  for (int i = 0; i < kLanes; ++i) {
+    pair.first[i] = static_cast<float>((codes[i] & 15) - 8) * scale;
+    pair.second[i] = static_cast<float>((codes[i] >> 4) - 8) * scale;
+  }
+  return pair;
+}
+static inline Pair load_int5_pair(const std::uint8_t* codes, std::uint32_t fifth_bits,
+                                  float scale) {
+  Pair pair;
+  for (int i = 0; i < kLanes; ++i) {
+    const int first = (codes[i] & 15) | static_cast<int>(fifth_bits >> i & 1U) << 4;
+    const int second = (codes[i] >> 4) | static_cast<int>(fifth_bits >> (16 + i) & 1U) << 4;
+    pair.first[i] = static_cast<float>(first - 16) * scale;
+    pair.second[i] = static_cast<float>(second - 16) * scale;
+  }
+  return pair;
+}
+
 }  // namespace kvconv

@@ -6,17 +6,19 @@
 #include <new>
 
 #include "check.h"
+#include "kvconv/cache_format.h"
 #include "threads.h"
 
 namespace kvconv::test {
 namespace {
 
-// Memory of exactly the elements asked for, so that AddressSanitizer sees one element too far.
+// Memory of exactly the elements asked for, so that AddressSanitizer sees one element too far. Of
+// quantised caches an element is a byte.
 class Buffer {
  public:
   Buffer(std::int64_t elements, DataType type)
       : type_(type),
-        bytes_(static_cast<std::size_t>(elements * bytes_of(type))),
+        bytes_(static_cast<std::size_t>(is_quantized(type) ? elements : elements * bytes_of(type))),
         data_(new unsigned char[bytes_]) {
     std::memset(data_.get(), 0xFF, bytes_);  // NaN in all three types
   }
@@ -25,9 +27,16 @@ class Buffer {
     std::memcpy(data_.get(), other.data_.get(), bytes_);
   }
   void randomize(Random& random) {
+    if (is_quantized(type_)) {
+      for (std::size_t i = 0; i < bytes_; ++i) {
+        data_[i] = static_cast<unsigned char>(random.below(256));
+      }
+      return;
+    }
     for (std::int64_t i = 0; i < size(); ++i) store_element(data(), i, type_, random.normal());
   }
   std::int64_t size() const { return static_cast<std::int64_t>(bytes_) / bytes_of(type_); }
+  std::size_t bytes() const { return bytes_; }
   void* data() const { return data_.get(); }
 
  private:
@@ -57,6 +66,15 @@ struct Case {
   }
 };
 
+// Elements of a row of the cache, as Buffer counts them.
+std::int64_t key_size_of(const AttentionParams& p) {
+  return is_quantized(p.cache_type) ? row_bytes(key_type(p.cache_type), p.head_dim) : p.head_dim;
+}
+std::int64_t value_size_of(const AttentionParams& p) {
+  return is_quantized(p.cache_type) ? row_bytes(p.cache_type, p.value_head_dim) : p.value_head_dim;
+}
+int largest_code(DataType cache_type) { return cache_type == DataType::kInt8 ? 127 : 8; }
+
 Case make_case(std::uint64_t seed) {
   Random random(seed);
   Case c;
@@ -75,8 +93,8 @@ Case make_case(std::uint64_t seed) {
   p.head_dim = random.chance(3) ? 1000 : random.pick(edges);
   p.value_head_dim = random.chance(50) ? p.head_dim : random.pick(edges);
   p.activation_type = random.chance(70) ? DataType::kFloat32 : DataType::kFloat16;
-  p.cache_type =
-      random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
+  p.cache_type = random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16,
+                                        DataType::kInt8, DataType::kInt4});
   p.scale = 1.0F / std::sqrt(static_cast<float>(p.head_dim));
   p.softcap = random.chance(25) ? 1.5F : 0.0F;
   p.window_size = random.chance(30) ? random.pick(edges) : 0;
@@ -109,8 +127,21 @@ Case make_case(std::uint64_t seed) {
     p.key_token_stride = key_size;
     p.value_token_stride = value_size;
   }
-  p.past_key = c.input(random, heads * p.past_capacity * p.head_dim, p.cache_type);
-  p.past_value = c.input(random, heads * p.past_capacity * p.value_head_dim, p.cache_type);
+  const std::int64_t past_rows = heads * p.past_capacity;
+  p.past_key = c.input(random, past_rows * key_size_of(p), p.cache_type);
+  p.past_value = c.input(random, past_rows * value_size_of(p), p.cache_type);
+  if (is_quantized(p.cache_type)) {
+    const auto scales = [&](std::int64_t width) {
+      c.buffers.emplace_back(past_rows * num_groups(width), DataType::kBFloat16);
+      for (std::int64_t i = 0; i < c.buffers.back().size(); ++i) {
+        store_element(c.buffers.back().data(), i, DataType::kBFloat16,
+                      random.normal() / static_cast<float>(2 * largest_code(p.cache_type)));
+      }
+      return static_cast<const std::uint16_t*>(c.buffers.back().data());
+    };
+    p.past_key_scale = scales(p.head_dim);
+    p.past_value_scale = scales(p.value_head_dim);
+  }
   if (random.chance(60)) {
     p.mask_width = p.total_sequence_length + (random.chance(20) ? random.below(5) : 0);
     const int percent = random.pick<int>({0, 10, 50, 95, 100});
@@ -146,7 +177,8 @@ Case make_case(std::uint64_t seed) {
   c.text = "case " + std::to_string(seed) + " (S " + std::to_string(p.sequence_length) + ", past " +
            std::to_string(p.past_sequence_length) + ", H " + std::to_string(p.head_dim) + ", Hv " +
            std::to_string(p.value_head_dim) + ", G " +
-           std::to_string(p.num_heads / p.kv_num_heads) + ")";
+           std::to_string(p.num_heads / p.kv_num_heads) + ", cache type " +
+           std::to_string(static_cast<int>(p.cache_type)) + ")";
   return c;
 }
 
@@ -155,29 +187,75 @@ struct Result {
   Buffer output;
   Buffer key;
   Buffer value;
+  Buffer key_scale;
+  Buffer value_scale;
 };
+
+void write_into(Result& result, AttentionParams& p) {
+  p.present_key = result.key.data();
+  p.present_value = result.value.data();
+  p.present_key_scale = static_cast<std::uint16_t*>(result.key_scale.data());
+  p.present_value_scale = static_cast<std::uint16_t*>(result.value_scale.data());
+  p.output = result.output.data();
+}
 
 template <typename Run>
 Result run_case(const Case& c, const Run& run) {
   AttentionParams p = c.p;
-  const std::int64_t heads = p.batch_size * p.kv_num_heads;
+  const std::int64_t rows = p.batch_size * p.kv_num_heads * p.present_capacity;
   Result result{
       Buffer(p.batch_size * p.sequence_length * p.num_heads * p.value_head_dim, p.activation_type),
-      Buffer(heads * p.present_capacity * p.head_dim, p.cache_type),
-      Buffer(heads * p.present_capacity * p.value_head_dim, p.cache_type)};
+      Buffer(rows * key_size_of(p), p.cache_type), Buffer(rows * value_size_of(p), p.cache_type),
+      Buffer(rows * num_scales(p.cache_type, p.head_dim), DataType::kBFloat16),
+      Buffer(rows * num_scales(p.cache_type, p.value_head_dim), DataType::kBFloat16)};
   if (c.in_place) {
-    std::memcpy(result.key.data(), p.past_key,
-                static_cast<std::size_t>(result.key.size() * bytes_of(p.cache_type)));
-    std::memcpy(result.value.data(), p.past_value,
-                static_cast<std::size_t>(result.value.size() * bytes_of(p.cache_type)));
+    std::memcpy(result.key.data(), p.past_key, result.key.bytes());
+    std::memcpy(result.value.data(), p.past_value, result.value.bytes());
     p.past_key = result.key.data();
     p.past_value = result.value.data();
+    if (is_quantized(p.cache_type)) {
+      std::memcpy(result.key_scale.data(), p.past_key_scale, result.key_scale.bytes());
+      std::memcpy(result.value_scale.data(), p.past_value_scale, result.value_scale.bytes());
+      p.past_key_scale = static_cast<const std::uint16_t*>(result.key_scale.data());
+      p.past_value_scale = static_cast<const std::uint16_t*>(result.value_scale.data());
+    }
   }
-  p.present_key = result.key.data();
-  p.present_value = result.value.data();
-  p.output = result.output.data();
+  write_into(result, p);
   run(p);
   return result;
+}
+
+// A reference that attends over the cache that a kernel has written: a number between two codes
+// may be rounded to either, which is no error of the attention.
+Result attend_over(const Case& c, const Result& written) {
+  AttentionParams p = c.p;
+  Result result = written;
+  write_into(result, p);
+  attend_reference(p);
+  return result;
+}
+
+// Compares the numbers of used slots. Those of a quantised cache may be a code apart.
+void check_quantized(const AttentionParams& p, DataType type, std::int64_t width,
+                     const Buffer& actual, const Buffer& actual_scales, const Buffer& expected,
+                     const Buffer& expected_scales, const std::string& what) {
+  const auto* scales = static_cast<const std::uint16_t*>(actual_scales.data());
+  const auto* wanted_scales = static_cast<const std::uint16_t*>(expected_scales.data());
+  for (std::int64_t head = 0; head < p.batch_size * p.kv_num_heads; ++head) {
+    for (std::int64_t slot = 0; slot < p.total_sequence_length; ++slot) {
+      const std::int64_t row = head * p.present_capacity + slot;
+      for (std::int64_t h = 0; h < width; ++h) {
+        const float a = load_number(type, actual.data(), scales, width, row, h);
+        const float b = load_number(type, expected.data(), wanted_scales, width, row, h);
+        const float scale =
+            bfloat16_to_float(wanted_scales[row * num_groups(width) + h / kGroupSize]);
+        CHECK(std::fabs(a - b) <= std::fabs(scale) * 1.1F || (std::isnan(a) && std::isnan(b)),
+              "%s: number %d of slot %d is %.9g, the reference says %.9g", what.c_str(),
+              static_cast<int>(h), static_cast<int>(slot), static_cast<double>(a),
+              static_cast<double>(b));
+      }
+    }
+  }
 }
 
 Result run_kernel(const FlashKernel& kernel, const Case& c, std::int64_t num_workers) {
@@ -197,6 +275,16 @@ void test_kernel(const FlashKernel& kernel, int cases) {
     const Result expected = run_case(c, attention_reference);
     const Result actual = run_kernel(kernel, c, seed % 2 == 0 ? 1 : 7);
     const std::string what = std::string(kernel.name) + ", " + c.text;
+    if (is_quantized(c.p.cache_type)) {
+      check_quantized(c.p, key_type(c.p.cache_type), c.p.head_dim, actual.key, actual.key_scale,
+                      expected.key, expected.key_scale, what + ", present_key");
+      check_quantized(c.p, c.p.cache_type, c.p.value_head_dim, actual.value, actual.value_scale,
+                      expected.value, expected.value_scale, what + ", present_value");
+      const Result attended = attend_over(c, actual);
+      check_close(actual.output.data(), attended.output.data(), attended.output.size(),
+                  c.p.activation_type, tolerance_of(c.p.activation_type), what + ", output");
+      continue;
+    }
     // Slots that are not used hold the same NaN bits (or the same past) on both sides.
     const float cache_tolerance = tolerance_of(c.p.cache_type);
     check_close(actual.key.data(), expected.key.data(), expected.key.size(), c.p.cache_type,
@@ -221,7 +309,9 @@ void test_workers(const FlashKernel& kernel, int cases) {
       const Result many = run_kernel(kernel, c, num_workers);
       const auto bytes =
           static_cast<std::size_t>(one.output.size() * bytes_of(c.p.activation_type));
-      CHECK(std::memcmp(one.output.data(), many.output.data(), bytes) == 0,
+      CHECK(std::memcmp(one.output.data(), many.output.data(), bytes) == 0 &&
+                std::memcmp(one.key.data(), many.key.data(), one.key.bytes()) == 0 &&
+                std::memcmp(one.value.data(), many.value.data(), one.value.bytes()) == 0,
             "%s, %s: other bits with %d workers", kernel.name, c.text.c_str(),
             static_cast<int>(num_workers));
     }
