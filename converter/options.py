@@ -37,6 +37,7 @@ class ExportOptions:
         accuracy_level: For products with quantised weights: what activations become; see
             `kvconv.manifest.Quantization`. None is the flavour's default.
         attention: Flavour of the attention nodes.
+        ring: Whether windowed layers of the flash flavour keep the tokens of their window only.
         max_sequence_length: Most tokens (prompt and new) a cache may hold; None is what the model
             was made for, or the part of it that a cache can follow (longrope).
         opset: Version of the default ONNX domain, 18 to 23.
@@ -55,6 +56,7 @@ class ExportOptions:
     symmetric: bool | None = None
     accuracy_level: AccuracyLevel | None = None
     attention: AttentionFlavour = "flash"
+    ring: bool = True
     max_sequence_length: int | None = None
     opset: int = DEFAULT_OPSET
     revision: str | None = None

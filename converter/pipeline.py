@@ -281,7 +281,8 @@ def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> 
         attention=options.attention,
         opset=options.opset,
         max_sequence_length=max_sequence_length,
-        without=options.without - {"pack", "sort_columns"},
+        without=(options.without - {"pack", "sort_columns"})
+        | ({"ring"} if not options.ring else set()),
     )
     write_graph(graph, path)
     return report
@@ -300,7 +301,8 @@ def _finish(
     if options.attention == "flash":
         shutil.copyfile(library_path(), folder / names.LIBRARY_FILE)
     onnx.checker.check_model(folder / names.MODEL_FILE)
-    graph = onnx.load(folder / names.MODEL_FILE, load_external_data=False).graph
+    model = onnx.load(folder / names.MODEL_FILE, load_external_data=False)
+    graph, domains = model.graph, {entry.domain: entry.version for entry in model.opset_import}
     spec = traced.spec
     manifest = Manifest(
         source=traced.source,
@@ -311,13 +313,13 @@ def _finish(
         weights_dtype=options.weights or options.dtype,
         quantization=_quantization(options, traced.weights),
         opset=options.opset,
-        op_version=names.OP_VERSION if options.attention == "flash" else None,
+        op_version=domains.get(names.OP_DOMAIN),
         vocab_size=spec.vocab_size,
         max_sequence_length=traced.max_sequence_length,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         pad_token_id=spec.pad_token_id,
-        cache_layers=_cache_layers(spec, options.dtype, report.windows),
+        cache_layers=_cache_layers(spec, options.dtype, report),
         inputs=tuple(value.name for value in graph.input),
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
@@ -337,7 +339,7 @@ def _quantization(options: ExportOptions, report: WeightsReport | None) -> Quant
 
 
 def _cache_layers(
-    spec: "DecoderSpec", dtype: ActivationDtype, windows: tuple[int | None, ...]
+    spec: "DecoderSpec", dtype: ActivationDtype, report: "RewriteReport"
 ) -> tuple[CacheLayer, ...]:
     return tuple(
         CacheLayer(
@@ -346,6 +348,10 @@ def _cache_layers(
             value_head_dim=shape.value_head_dim,
             dtype=dtype,
             window_size=window,
+            cache_mode="auto" if capacity is None else "ring",
+            capacity=capacity,
         )
-        for shape, window in zip(spec.cache_shapes, windows, strict=True)
+        for shape, window, capacity in zip(
+            spec.cache_shapes, report.windows, report.ring_capacities, strict=True
+        )
     )

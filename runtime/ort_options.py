@@ -87,7 +87,7 @@ def register_library(
                 f"operators; the installed library has {names.OP_VERSION}. Upgrade kvconv, or, if "
                 f"you trust who made the bundle, use its own library with --use-bundle-library."
             )
-        if op_version < names.OP_VERSION and bundle.manifest.quantization is not None:
+        if op_version < names.FLOAT_CACHES_OP_VERSION and bundle.manifest.quantization is not None:
             raise LibraryError(
                 f"The bundle {bundle.path} has quantised weights as version {op_version} of the "
                 f"{names.OP_DOMAIN} operators read them; the installed library has "

@@ -73,13 +73,6 @@ class Session:
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.provider = provider
-        for i, layer in enumerate(self.manifest.cache_layers):
-            if layer.cache_mode != "auto":
-                raise BundleError(
-                    f"Layer {i} has a cache of mode {layer.cache_mode!r}; this runtime drives "
-                    f"'auto'. Export the model without it, or upgrade kvconv.",
-                    file=names.MANIFEST_FILE,
-                )
         plan.check_weights_fit(plan.bundle_sizes(self.manifest), memory.free_memory_bytes())
         providers = execution_providers(bundle, provider)
         options = session_options(threads, spin=spin)
@@ -183,7 +176,8 @@ class Session:
             [batch_size, kept, vocab_size] float32: `out`, or a new array.
 
         Raises:
-            CacheFullError: The tokens do not fit; nothing is written and nothing has run.
+            CacheFullError: The tokens do not fit, or are more than a ring takes at once; nothing is
+                written and nothing has run.
             FlavourError: The bundle's attention does not take such a run; nothing has run.
         """
         ids = int64_array("input_ids", input_ids)
@@ -272,6 +266,8 @@ class Session:
         for i in range(len(self.manifest.cache_layers)):
             required |= {names.past_key(i), names.past_value(i)}
             outputs |= {names.present_key(i), names.present_value(i)}
+        if any(layer.cache_mode == "ring" for layer in self.manifest.cache_layers):
+            required.add(names.PAST_SEQUENCE_LENGTH)
         wrong = (found_inputs ^ set(self.manifest.inputs)) | (required - found_inputs)
         wrong |= (found_outputs ^ set(self.manifest.outputs)) | (outputs - found_outputs)
         if wrong:

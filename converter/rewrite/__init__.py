@@ -20,19 +20,20 @@ The flash flavour, in order, and why:
 7. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
 8. `heads`                Transposes and Reshapes around the op disappear.
 9. `scale`                A constant factor of the query goes into the op's scale.
-10. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
-11. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
-12. `gated`               act(gate) * up -> GatedActivation.
-13. `skip_norm`           Residual Add and norm -> one node. After `norm`.
-14. `num_logits_to_keep`  Slice in front of the LM head.
-15. `float32_logits`      After the Slice, so that only kept logits are cast.
-16. `tidy`                Again, over what the rules left behind.
-17. `cache_use`           A check: nothing but the op may look at the cache.
-18. `calls`               A check: masks are causal, and say what the attention calls said.
+10. `ring`                Windowed caches keep their newest tokens only. After `mask`.
+11. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
+12. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
+13. `gated`               act(gate) * up -> GatedActivation.
+14. `skip_norm`           Residual Add and norm -> one node. After `norm`.
+15. `num_logits_to_keep`  Slice in front of the LM head.
+16. `float32_logits`      After the Slice, so that only kept logits are cast.
+17. `tidy`                Again, over what the rules left behind.
+18. `cache_use`           A check: nothing but the op may look at the cache.
+19. `calls`               A check: masks are causal, and say what the attention calls said.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10, 12 and 13.
-The standard flavour replaces 5 to 13 by `standard` (ONNX Attention or decomposed operators), and
-has no use for 17.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10, 11, 13 and
+14. The standard flavour replaces 5 to 14 by `standard` (ONNX Attention or decomposed operators),
+and has no use for 18.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -61,6 +62,7 @@ from kvconv.converter.rewrite import (
     num_logits,
     packed_qkv,
     past_length,
+    ring,
     rotary,
     scale,
     skip_norm,
@@ -97,7 +99,7 @@ _BEFORE: tuple[Rule, ...] = (tidy, norm, past_length, eager)
 _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads, scale)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
-    "flash": (*_BEFORE, *_FLASH, head_norm, packed_qkv, gated, skip_norm, *_AFTER),
+    "flash": (*_BEFORE, *_FLASH, ring, head_norm, packed_qkv, gated, skip_norm, *_AFTER),
     "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
     "standard": (*_BEFORE, standard, *_AFTER),
 }
@@ -110,7 +112,7 @@ _MUST_REWRITE = {
 """Rules that must rewrite every attention -> operator and domain of what they rewrite."""
 OPTIONAL_RULES = frozenset(
     rule.NAME
-    for rule in (norm, mask, rotary, heads, scale, head_norm, packed_qkv, gated, skip_norm)
+    for rule in (norm, mask, rotary, heads, scale, ring, head_norm, packed_qkv, gated, skip_norm)
 )
 """Rules that make a graph fast, without which it computes the same."""
 
@@ -124,11 +126,13 @@ class RewriteReport:
         refusals: What rules left alone, and why.
         windows: Per layer, the tokens a query sees, its own included; None for all. Where a mask
             stays a bias, what the attention call said.
+        ring_capacities: Per layer, the slots of its ring; None where it is none.
     """
 
     counts: dict[str, int]
     refusals: tuple[Refusal, ...]
     windows: tuple[int | None, ...]
+    ring_capacities: tuple[int | None, ...]
 
 
 def rewrite(
@@ -146,8 +150,8 @@ def rewrite(
             been rewritten already, which changes nothing.
         attention: Flavour of the attention nodes.
         opset: Version of the default ONNX domain that the graph uses.
-        max_sequence_length: Most tokens a cache will hold; without it the gqa flavour leaves
-            rotation outside its nodes.
+        max_sequence_length: Most tokens a cache will hold; without it no cache becomes a ring,
+            and the gqa flavour leaves rotation outside its nodes.
         without: Names of optional rules to leave out, which shows what each is worth.
 
     Raises:
@@ -197,7 +201,13 @@ def rewrite(
         raise _error(attention, len(placeholders), len(placeholders), stray)
     _require_causal(masks)
     windows, differences = calls.check(said, masks)
-    return RewriteReport(counts, (*refusals, *differences), windows)
+    capacities = ring.read_capacities(graph)
+    return RewriteReport(
+        counts,
+        (*refusals, *differences),
+        windows,
+        tuple(capacities.get(names.past_key(layer)) for layer in range(len(windows))),
+    )
 
 
 def _require_causal(masks: calls.Masks) -> None:

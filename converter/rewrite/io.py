@@ -7,11 +7,11 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from kvconv import names
+from kvconv.converter.rewrite.graph import find
+from kvconv.converter.rewrite.ring import is_ring
 
 G_LOGGER.severity = G_LOGGER.ERROR  # its warnings go to stdout, which is for results
 _OVERRIDABLE = (names.NUM_LOGITS_TO_KEEP,)
-_VERSIONS = {names.OP_DOMAIN: names.OP_VERSION, names.ORT_DOMAIN: 1}
-"""Versions of the operator domains that rules write."""
 
 
 def read_graph(path: Path) -> gs.Graph:
@@ -27,7 +27,7 @@ def write_graph(graph: gs.Graph, path: Path) -> None:
     """
     domains = {node.domain or "" for node in graph.nodes} | {""}
     imports = {entry.domain: entry.version for entry in graph.import_domains or []}
-    imports |= {domain: version for domain, version in _VERSIONS.items() if domain in domains}
+    imports |= {names.OP_DOMAIN: _op_version(graph), names.ORT_DOMAIN: 1}
     imports.setdefault("", graph.opset)
     model = gs.export_onnx(
         graph,
@@ -39,6 +39,12 @@ def write_graph(graph: gs.Graph, path: Path) -> None:
     )
     restore_overridable(model)
     path.write_bytes(model.SerializeToString())
+
+
+def _op_version(graph: gs.Graph) -> int:
+    """Return the least version of kvconv's operator domain that runs a graph."""
+    nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
+    return names.OP_VERSION if any(map(is_ring, nodes)) else names.FLOAT_CACHES_OP_VERSION
 
 
 def restore_overridable(model: onnx.ModelProto) -> None:

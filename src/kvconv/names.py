@@ -9,6 +9,8 @@ ATTENTION_MASK = "attention_mask"
 """int64 [batch_size, total_sequence_length], 1 = attend; column j is cache slot j."""
 POSITION_IDS = "position_ids"
 """int64 [batch_size, sequence_length]."""
+PAST_SEQUENCE_LENGTH = "past_sequence_length"
+"""int32 [1], tokens in the cache, padding included; of graphs with rings only."""
 NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
 """int64 scalar, an overridable initializer; 0 (the default) keeps the logits of all positions."""
 LOGITS = "logits"
@@ -25,8 +27,13 @@ GATED_ACTIVATION = "GatedActivation"
 SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
 SKIP_LAYER_NORMALIZATION = "SkipLayerNormalization"
 HEAD_RMS_NORMALIZATION = "HeadRMSNormalization"
-OP_VERSION = 2
-"""Version of the operator domain that this kvconv writes and runs.
+OP_VERSION = 3
+"""Version of the operator domain that this kvconv runs; 3 brought rings and quantised caches.
+
+Graphs say the least version that has what they use.
+"""
+FLOAT_CACHES_OP_VERSION = 2
+"""Least version of graphs without rings and quantised caches.
 
 Version 1 had other layouts of quantised weights; all else is the same.
 """

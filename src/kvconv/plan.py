@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvconv.errors import NotEnoughMemoryError
+from kvconv.errors import CacheFullError, NotEnoughMemoryError
 from kvconv.flavour import FLAVOURS
 from kvconv.manifest import AttentionFlavour, CacheDtype, CacheLayer, Manifest, RunSizes
 from kvconv.names import MODEL_FILE, WEIGHTS_FILE
@@ -185,7 +185,10 @@ def plan(
         max_sequence_length=context,
         dtype=sizes.cache_dtype,
     )
-    chunk = min(prefill_chunk or default_chunk(sizes.attention, batch_size, context), context)
+    chunk = prefill_chunk or default_chunk(
+        sizes.attention, batch_size, context, cache_layers=sizes.cache_layers
+    )
+    chunk = min(chunk, context)
     run = sizes.run
     grows = not FLAVOURS[sizes.attention].shared_buffer
     return Plan(
@@ -202,16 +205,51 @@ def plan(
     )
 
 
-def default_chunk(attention: AttentionFlavour, batch_size: int, new_tokens: int) -> int:
+def default_chunk(
+    attention: AttentionFlavour,
+    batch_size: int,
+    new_tokens: int,
+    *,
+    cache_layers: Sequence[CacheLayer],
+) -> int:
     """Return how many tokens per row of a prompt run at once where nobody chose.
 
     Args:
         attention: Flavour of the attention nodes.
         batch_size: Rows that run together.
         new_tokens: Tokens per row.
+        cache_layers: One entry per layer.
     """
-    takes_chunks = FLAVOURS[attention].takes_chunks(batch_size)
-    return PREFILL_CHUNK_TOKENS if takes_chunks else new_tokens
+    if not FLAVOURS[attention].takes_chunks(batch_size):
+        return new_tokens
+    return min(PREFILL_CHUNK_TOKENS, largest_chunk(cache_layers) or PREFILL_CHUNK_TOKENS)
+
+
+def largest_chunk(cache_layers: Sequence[CacheLayer]) -> int | None:
+    """Return the most tokens of a prompt that rings take at once; None without rings."""
+    slacks = (layer.slack for layer in cache_layers if layer.slack is not None)
+    return min((max(slack, 1) for slack in slacks), default=None)
+
+
+def check_chunk(cache_layers: Sequence[CacheLayer], prefill_chunk: int | None) -> None:
+    """Refuse chunks of a prompt that are more than rings take at once.
+
+    Args:
+        cache_layers: One entry per layer.
+        prefill_chunk: Tokens per row of a chunk, as the caller wants it; None for the default.
+
+    Raises:
+        CacheFullError: A chunk would overwrite keys that its first token sees.
+    """
+    most = largest_chunk(cache_layers)
+    if prefill_chunk is not None and most is not None and prefill_chunk > most:
+        raise CacheFullError(
+            f"--prefill-chunk is {prefill_chunk}, and the ring caches of this bundle take at most "
+            f"{most} tokens of a prompt at once. Choose {most} or less, or export the model "
+            f"with --no-ring.",
+            needed=prefill_chunk,
+            capacity=most,
+        )
 
 
 def _workspace_bytes(sizes: DecoderSizes, tokens: int, context: int) -> int:
@@ -247,12 +285,12 @@ def cache_parts(
     Args:
         cache_layers: One entry per layer.
         batch_size: Sequences held at once.
-        max_sequence_length: Capacity in tokens; a ring layer holds its own.
+        max_sequence_length: Capacity in tokens; a ring holds no more than its own.
         dtype: Instead of what the layers say.
     """
     parts: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
     for layer in cache_layers:
-        slots = max_sequence_length if layer.capacity is None else layer.capacity
+        slots = layer.slots(max_sequence_length)
         element = CACHE_ELEMENTS[dtype or layer.dtype]
         heads = batch_size * slots * layer.num_key_value_heads
         widths = (layer.key_head_dim, layer.value_head_dim)

@@ -2,6 +2,7 @@
 //
 // It is what the fast kernels are tested against and stays as plain as it can be: no tiles, no
 // vector instructions, a whole row of scores in memory. Letters: see kvconv/attention.h.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -40,24 +41,30 @@ void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position,
   }
 }
 
+// The row of a cache in which a slot lies.
+std::int64_t cache_row(const AttentionParams& p, std::int64_t slot) {
+  return slot % p.present_capacity;
+}
+
 // Copies the past slots of one cache tensor [B, K, C, width] unless past and present are one.
 void copy_past(const AttentionParams& p, const void* past, void* present, std::int64_t width) {
   if (past == present || p.past_sequence_length == 0) return;
   const std::int64_t row_bytes = width * bytes_of(p.cache_type);
+  const std::int64_t rows = std::min(p.past_sequence_length, p.past_capacity);
   for (std::int64_t head = 0; head < p.batch_size * p.kv_num_heads; ++head) {
     std::memcpy(static_cast<char*>(present) + head * p.present_capacity * row_bytes,
                 static_cast<const char*>(past) + head * p.past_capacity * row_bytes,
-                static_cast<std::size_t>(p.past_sequence_length * row_bytes));
+                static_cast<std::size_t>(rows * row_bytes));
   }
 }
 
 // Writes new token `i` of one head into its slot of a cache tensor.
 void append(const AttentionParams& p, const std::vector<double>& row, void* present,
             std::int64_t batch, std::int64_t kv_head, std::int64_t i) {
-  const std::int64_t slot = p.past_sequence_length + i;
+  const std::int64_t cached = cache_row(p, p.past_sequence_length + i);
   const std::int64_t width = static_cast<std::int64_t>(row.size());
   const std::int64_t offset =
-      ((batch * p.kv_num_heads + kv_head) * p.present_capacity + slot) * width;
+      ((batch * p.kv_num_heads + kv_head) * p.present_capacity + cached) * width;
   for (std::int64_t h = 0; h < width; ++h) {
     store_element(present, offset + h, p.cache_type, static_cast<float>(row[h]));
   }
@@ -82,9 +89,9 @@ void attend(const AttentionParams& p, std::int64_t batch, std::int64_t head, std
     if (p.window_size > 0 && j <= query_slot - p.window_size) continue;
     if (p.attention_mask != nullptr && p.attention_mask[batch * p.mask_width + j] == 0) continue;
     double score = 0.0;
+    const std::int64_t key_row = cache_head + cache_row(p, j);
     for (std::int64_t h = 0; h < p.head_dim; ++h) {
-      score +=
-          query[h] * load_element(p.present_key, (cache_head + j) * p.head_dim + h, p.cache_type);
+      score += query[h] * load_element(p.present_key, key_row * p.head_dim + h, p.cache_type);
     }
     score *= p.scale;
     if (p.softcap > 0.0F) score = p.softcap * std::tanh(score / p.softcap);
@@ -109,9 +116,10 @@ void attend(const AttentionParams& p, std::int64_t batch, std::int64_t head, std
     if (scores[j] == kMinusInfinity) continue;
     const double weight = std::exp(scores[j] - maximum);
     sum += weight;
+    const std::int64_t value_row = cache_head + cache_row(p, j);
     for (std::int64_t h = 0; h < p.value_head_dim; ++h) {
-      result[h] += weight * load_element(p.present_value, (cache_head + j) * p.value_head_dim + h,
-                                         p.cache_type);
+      result[h] +=
+          weight * load_element(p.present_value, value_row * p.value_head_dim + h, p.cache_type);
     }
   }
 

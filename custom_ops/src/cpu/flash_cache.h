@@ -7,10 +7,22 @@
 #include <cstring>
 
 #include "kvconv/attention.h"
+#include "tasks.h"
 #include "vec_math.h"
 
 namespace kvconv {
 namespace {
+
+// The row of a head's present in which a slot lies.
+std::int64_t cache_row(const AttentionParams& p, std::int64_t slot) {
+  return slot % p.present_capacity;
+}
+
+// How many slots of [slot, end), at most `most`, lie in rows behind one another: a ring wraps.
+std::int64_t tile_slots(const AttentionParams& p, std::int64_t slot, std::int64_t end,
+                        std::int64_t most) {
+  return min_of(min_of(most, end - slot), p.present_capacity - cache_row(p, slot));
+}
 
 void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position, float* row) {
   const std::int64_t half = p.rotary_dim / 2;
@@ -35,6 +47,18 @@ void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position,
   }
 }
 
+// Copies the past of one cache head, rows of `row_bytes`: what the new tokens leave of it, as in a
+// ring they take the rows of the oldest.
+void copy_past(const AttentionParams& p, const char* past, char* present, std::int64_t row_bytes) {
+  std::int64_t slot = max_of(0, p.total_sequence_length - p.present_capacity);
+  while (slot < p.past_sequence_length) {
+    const std::int64_t count = tile_slots(p, slot, p.past_sequence_length, p.present_capacity);
+    const std::int64_t offset = cache_row(p, slot) * row_bytes;
+    std::memcpy(present + offset, past + offset, static_cast<std::size_t>(count * row_bytes));
+    slot += count;
+  }
+}
+
 // Writes the new tokens [begin, end) of cache head `head` into their slots, and with the first of
 // them the past, unless past and present are one.
 void append_tokens(const AttentionParams& p, std::int64_t head, std::int64_t begin,
@@ -42,9 +66,9 @@ void append_tokens(const AttentionParams& p, std::int64_t head, std::int64_t beg
                    std::int64_t token_stride, std::int64_t width, bool rotates, float* row) {
   const std::int64_t cache_row_bytes = width * bytes_of(p.cache_type);
   char* target = static_cast<char*>(present) + head * p.present_capacity * cache_row_bytes;
-  if (begin == 0 && past != present && p.past_sequence_length > 0) {
-    std::memcpy(target, static_cast<const char*>(past) + head * p.past_capacity * cache_row_bytes,
-                static_cast<std::size_t>(p.past_sequence_length * cache_row_bytes));
+  if (begin == 0 && past != present) {
+    copy_past(p, static_cast<const char*>(past) + head * p.past_capacity * cache_row_bytes, target,
+              cache_row_bytes);
   }
   const std::int64_t batch = head / p.kv_num_heads;
   for (std::int64_t i = begin; i < end; ++i) {
@@ -53,7 +77,8 @@ void append_tokens(const AttentionParams& p, std::int64_t head, std::int64_t beg
     widen(static_cast<const char*>(source) + offset * bytes_of(p.activation_type),
           p.activation_type, row, width);
     if (rotates) rotate(p, batch, i, row);
-    narrow(row, target + (p.past_sequence_length + i) * cache_row_bytes, p.cache_type, width);
+    narrow(row, target + cache_row(p, p.past_sequence_length + i) * cache_row_bytes, p.cache_type,
+           width);
   }
 }
 

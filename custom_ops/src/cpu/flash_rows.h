@@ -31,9 +31,9 @@ void for_each_row_group(std::int64_t num_rows, const Body& body) {
 Memory first_keys(const AttentionParams& p, const Division& d, const Block& block,
                   const Range& range) {
   const std::int64_t key_bytes = p.head_dim * bytes_of(p.cache_type);
-  const std::int64_t row = cache_row_of(p, block) + range.begin;
+  const std::int64_t row = cache_row_of(p, block, range.begin);
   return {static_cast<const char*>(p.present_key) + row * key_bytes,
-          min_of(d.key_tile, range.end - range.begin) * key_bytes};
+          tile_slots(p, range.begin, range.end, d.key_tile) * key_bytes};
 }
 
 // Turns a row's products into weights 2^(score - maximum) and updates its maximum and sum; returns
@@ -103,11 +103,12 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
                  const Scratch& scratch, const Partial& partial) {
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(block.num_rows * d.value_width) * sizeof(float));
-  for (std::int64_t slot = range.begin; slot < range.end; slot += d.key_tile) {
-    const std::int64_t keys = min_of(d.key_tile, range.end - slot);
+  std::int64_t keys = 0;
+  for (std::int64_t slot = range.begin; slot < range.end; slot += keys) {
+    keys = tile_slots(p, slot, range.end, d.key_tile);
     const TileMask mask = tile_mask(p, block, slot, keys);
     if (mask.hides_all) continue;
-    const std::int64_t cache_row = cache_row_of(p, block) + slot;
+    const std::int64_t cache_row = cache_row_of(p, block, slot);
     const RowTile tile{p.present_key, p.present_value, cache_row * p.head_dim,
                        cache_row * p.value_head_dim, keys};
     const std::int64_t num_groups = ceil_div(block.num_rows, kMaxDotRows);
@@ -129,7 +130,7 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
                                scratch.alpha);
       continue;
     }
-    const bool is_last = slot + d.key_tile >= range.end;
+    const bool is_last = slot + keys == range.end;
     Calls next_keys(is_last ? after : first_keys(p, d, block, {slot + keys, range.end}),
                     num_groups * keys);
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
