@@ -145,20 +145,11 @@ class KVCache(ABC):
         return 0
 
     def check_room(self, sequence_length: int) -> None:
-        """Refuse a run that would not fit; changes nothing.
+        """Refuse tokens that would not fit; changes nothing.
 
         Raises:
-            CacheFullError: length + sequence_length would pass the capacity, or sequence_length
-                what a ring takes at once.
+            CacheFullError: length + sequence_length would pass the capacity.
         """
-        if sequence_length > self.most_new_tokens:
-            raise CacheFullError(
-                f"The run has {sequence_length} new tokens, and the ring caches of this bundle "
-                f"take at most {self.most_new_tokens} at once. Run them in pieces (--prefill-chunk)"
-                f", or export the model with --no-ring.",
-                needed=sequence_length,
-                capacity=self.most_new_tokens,
-            )
         needed = self._length + sequence_length
         if needed > self.capacity:
             raise CacheFullError(
@@ -169,11 +160,27 @@ class KVCache(ABC):
                 capacity=self.capacity,
             )
 
+    def check_run(self, sequence_length: int) -> None:
+        """Refuse a run that would not fit, or that is too long for a ring; changes nothing.
+
+        Raises:
+            CacheFullError: As `check_room`, or sequence_length is more than `most_new_tokens`.
+        """
+        self.check_room(sequence_length)
+        if sequence_length > self.most_new_tokens:
+            raise CacheFullError(
+                f"The run has {sequence_length} new tokens, and the ring caches of this bundle "
+                f"take at most {self.most_new_tokens} at once. Run them in pieces, or export the "
+                f"model with --no-ring.",
+                needed=sequence_length,
+                capacity=self.most_new_tokens,
+            )
+
     @abstractmethod
     def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
         """Return the binding for a run of so many new tokens, pasts and presents bound.
 
-        The caller binds the other inputs and outputs, and asks `check_room` first. The binding is
+        The caller binds the other inputs and outputs, and asks `check_run` first. The binding is
         valid until the next call of any method.
         """
 

@@ -188,7 +188,7 @@ class Session:
         if num_logits_to_keep < 0:
             raise ValueError(f"num_logits_to_keep is {num_logits_to_keep}; it must be >= 0")
         batch_size, sequence_length = ids.shape
-        cache.check_room(sequence_length)
+        cache.check_run(sequence_length)
         total = cache.length + sequence_length
         mask = int64_of_shape(
             "attention_mask",

@@ -30,7 +30,7 @@ EXPORT_NAMES = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.kinds) for name in EXPORTS
 ]
 OPERATORS = {
-    "flash": (names.OP_DOMAIN, names.OP_NAME, names.OP_VERSION),
+    "flash": (names.OP_DOMAIN, names.OP_NAME, names.FLOAT_CACHES_OP_VERSION),
     "gqa": (names.ORT_DOMAIN, names.GROUP_QUERY_ATTENTION, 1),
 }
 """Flavour -> domain, type and domain version of its attention nodes, where they are no standard."""
@@ -103,7 +103,8 @@ def test_no_trace_of_tracing_is_left_in_the_graph(report):
     manifest = read_manifest(report.path)
     operators = {(node.domain, node.op_type) for node in model.graph.node}
     domains = {entry.domain: entry.version for entry in model.opset_import}
-    assert manifest.op_version == (names.OP_VERSION if manifest.attention == "flash" else None)
+    version = names.FLOAT_CACHES_OP_VERSION if manifest.attention == "flash" else None
+    assert manifest.op_version == version
     if manifest.attention in OPERATORS:
         domain, operator, version = OPERATORS[manifest.attention]
         assert (domain, operator) in operators

@@ -59,7 +59,7 @@ def _reference(tensor: gs.Constant) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("attention", "domains"),
-    [("flash", {"": 23, names.OP_DOMAIN: names.OP_VERSION}), ("standard", {"": 23})],
+    [("flash", {"": 23, names.OP_DOMAIN: names.FLOAT_CACHES_OP_VERSION}), ("standard", {"": 23})],
 )
 def test_write_graph_imports_only_domains_in_use(
     attention: str, domains: dict[str, int], tmp_path: Path

@@ -143,7 +143,7 @@ RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = 
         ["ring of 6", "window_size is 5", "behind 4 tokens", "at most 2", "sequence_length is 3"],
     ),
     "ring, less than a window": (past_length(4, capacity=3), RING, ["ring of 3", "at most 0"]),
-    "ring, endless window": (past_length(4), RING | {"window_size": 2**63 - 1}, ["at most 0"]),
+    "ring, endless window": (past_length(8), RING | {"window_size": 2**63 - 1}, ["at most 0"]),
     "ring, mask narrow": (past_length(40), RING, ["7 wide", "is 43"]),
     "cos alone": (reshaped("cos", 1, 3, 4), {}, ["sin is absent"]),
     "sin alone": (reshaped("sin", 1, 3, 4), {}, ["cos is absent"]),

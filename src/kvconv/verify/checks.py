@@ -125,7 +125,7 @@ def _whole(
 ) -> tuple[FloatArray, FloatArray]:
     """Prefill in one run, or in few where rings take no more; return found and wanted logits.
 
-    They are those of the positions that it can give: a graph gives the last tokens' only. Where those of all tokens are too many, the
+    A graph gives the logits of the last tokens only. Where those of all tokens are too many, the
     positions before them are left to the chunked prefill.
     """
     length, vocab_size = len(prompt.input_ids), prompt.logits.shape[-1]
