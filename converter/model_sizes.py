@@ -23,7 +23,14 @@ from kvconv.converter.quiet import quiet
 from kvconv.converter.rope import fixed_length
 from kvconv.converter.weight_sizes import weight_bytes
 from kvconv.errors import UnsupportedModelError, root_cause
-from kvconv.manifest import ActivationDtype, CacheDtype, CacheLayer, QuantizedDtype, RunSizes
+from kvconv.manifest import (
+    ActivationDtype,
+    CacheDtype,
+    CacheLayer,
+    QuantizedDtype,
+    RunSizes,
+    ring_capacity,
+)
 from kvconv.plan import DecoderSizes
 
 
@@ -50,6 +57,7 @@ def read_sizes(
     dtype: ActivationDtype,
     weights: QuantizedDtype | None,
     cache_dtype: CacheDtype,
+    ring: bool = True,
     revision: str | None = None,
     cache_dir: Path | None = None,
     trust_remote_code: bool = False,
@@ -61,6 +69,7 @@ def read_sizes(
         dtype: Of activations, and of weights unless `weights` says otherwise.
         weights: Of linear weights; None is `dtype`.
         cache_dtype: Of keys and values.
+        ring: Whether windowed layers become rings.
         revision: See `load_model`, as for the others.
         cache_dir: See there.
         trust_remote_code: See there.
@@ -74,7 +83,7 @@ def read_sizes(
         model, revision=revision, cache_dir=cache_dir, trust_remote_code=trust_remote_code
     )
     with quiet():
-        return _sizes(loaded, dtype, weights, cache_dtype)
+        return _sizes(loaded, dtype, weights, cache_dtype, ring=ring)
 
 
 def _sizes(
@@ -82,6 +91,8 @@ def _sizes(
     dtype: ActivationDtype,
     weights: QuantizedDtype | None,
     cache_dtype: CacheDtype,
+    *,
+    ring: bool,
 ) -> PlannedModel:
     model = loaded.model
     config = model.config.get_text_config(decoder=True)
@@ -99,15 +110,20 @@ def _sizes(
             model_type=config.model_type,
         ) from error
     lengths = (max_positions(config), fixed_length(config))
+    max_sequence_length = min((length for length in lengths if length), default=None)
+    windows = [getattr(layer, "sliding_window", None) for layer in cache_layers(output)]
+    rings = [ring_capacity(window, max_sequence_length) if ring else None for window in windows]
     layers = tuple(
         CacheLayer(
             num_key_value_heads=shape.num_key_value_heads,
             key_head_dim=shape.key_head_dim,
             value_head_dim=shape.value_head_dim,
             dtype=cache_dtype,
-            window_size=getattr(layer, "sliding_window", None),
+            window_size=window,
+            cache_mode="auto" if capacity is None else "ring",
+            capacity=capacity,
         )
-        for shape, layer in zip(cache_shapes(model, output), cache_layers(output), strict=True)
+        for shape, window, capacity in zip(cache_shapes(model, output), windows, rings, strict=True)
     )
     sizes = DecoderSizes(
         cache_layers=layers,
@@ -119,7 +135,7 @@ def _sizes(
     return PlannedModel(
         name=loaded.source.model,
         architecture=type(model).__name__,
-        max_sequence_length=min((length for length in lengths if length), default=None),
+        max_sequence_length=max_sequence_length,
         sizes=sizes,
     )
 

@@ -39,6 +39,7 @@ class ExportOptions:
             `kvconv.manifest.Quantization`. None is the flavour's default.
         attention: Flavour of the attention nodes.
         kv_cache_dtype: How keys and values are stored; None is `dtype`.
+        ring: Whether windowed layers of the flash flavour keep the tokens of their window only.
         max_sequence_length: Most tokens (prompt and new) a cache may hold; None is what the model
             was made for, or the part of it that a cache can follow (longrope).
         opset: Version of the default ONNX domain, 18 to 23.
@@ -58,6 +59,7 @@ class ExportOptions:
     accuracy_level: AccuracyLevel | None = None
     attention: AttentionFlavour = "flash"
     kv_cache_dtype: CacheDtype | None = None
+    ring: bool = True
     max_sequence_length: int | None = None
     opset: int = DEFAULT_OPSET
     revision: str | None = None

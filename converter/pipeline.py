@@ -282,7 +282,8 @@ def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> 
         opset=options.opset,
         max_sequence_length=max_sequence_length,
         cache_dtype=options.cache_dtype(),
-        without=options.without - {"pack", "sort_columns"},
+        without=(options.without - {"pack", "sort_columns"})
+        | ({"ring"} if not options.ring else set()),
     )
     write_graph(graph, path)
     return report
@@ -319,7 +320,7 @@ def _finish(
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         pad_token_id=spec.pad_token_id,
-        cache_layers=_cache_layers(spec, options.cache_dtype(), report.windows),
+        cache_layers=_cache_layers(spec, options.cache_dtype(), report),
         inputs=tuple(value.name for value in graph.input),
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
@@ -339,7 +340,7 @@ def _quantization(options: ExportOptions, report: WeightsReport | None) -> Quant
 
 
 def _cache_layers(
-    spec: "DecoderSpec", dtype: CacheDtype, windows: tuple[int | None, ...]
+    spec: "DecoderSpec", dtype: CacheDtype, report: "RewriteReport"
 ) -> tuple[CacheLayer, ...]:
     return tuple(
         CacheLayer(
@@ -348,6 +349,10 @@ def _cache_layers(
             value_head_dim=shape.value_head_dim,
             dtype=dtype,
             window_size=window,
+            cache_mode="auto" if capacity is None else "ring",
+            capacity=capacity,
         )
-        for shape, window in zip(spec.cache_shapes, windows, strict=True)
+        for shape, window, capacity in zip(
+            spec.cache_shapes, report.windows, report.ring_capacities, strict=True
+        )
     )

@@ -96,6 +96,8 @@ class Conversation:
         cached = self._ids[: self._cache.length]
         # The prompt's last token runs in any case: its logits are needed.
         num_cached = _common_length(cached, prompt_ids[:-1])
+        if num_cached < self._cache.shortest_rewind:
+            num_cached = 0  # rings have overwritten what the kept tokens saw: all runs anew
         self.turn = Turn(len(prompt_ids), num_cached)
         self._events = self._answer(text, prompt_ids, params, num_cached)
         return self._events

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconv.plan import default_chunk
+from kvconv.plan import check_chunk, default_chunk
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.capacity import (
     RowParams,
@@ -48,7 +48,8 @@ class Generator:
             `kvconv.plan.default_chunk`.
 
     Raises:
-        CacheFullError: max_sequence_length is more than the model holds.
+        CacheFullError: max_sequence_length is more than the model holds, or prefill_chunk more
+            than the bundle's rings take at once.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Generator:
     ) -> None:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
+        check_chunk(session.manifest.cache_layers, prefill_chunk)
         self.prefill_chunk = prefill_chunk
         self.session = session
         self.tokenizer = tokenizer
@@ -294,13 +296,16 @@ class Generator:
         Raises:
             FlavourError: The flavour takes no chunks, and `wanted` or `prefill_chunk` asks for
                 them.
+            CacheFullError: `wanted` is more than the bundle's rings take at once.
         """
         attention = self.session.manifest.attention
+        cache_layers = self.session.manifest.cache_layers
         wanted = wanted or self.prefill_chunk
         if wanted is not None:
+            check_chunk(cache_layers, wanted)
             check_chunks(attention, batch_size, new_tokens, wanted)
             return wanted
-        return default_chunk(attention, batch_size, new_tokens)
+        return default_chunk(attention, batch_size, new_tokens, cache_layers=cache_layers)
 
     def _run(
         self,

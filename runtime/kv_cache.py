@@ -3,7 +3,8 @@
 `SharedBufferCache` (flash and gqa bundles) binds past and present to the same memory, so a run
 copies nothing; `ConcatCache` (standard bundles) takes each run's longer presents as the next pasts.
 Both live in host memory. `kvconv.cache_layout` says which tensors a layer has: keys and values, and
-scales where they are quantised. Rings and blocks can come behind the same interface.
+scales where they are quantised. Layers that are rings hold their newest tokens only, in shared
+buffers. Blocks can come behind the same interface.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ import onnxruntime
 
 from kvconv import names
 from kvconv.cache_layout import ElementType, stored_tensors
-from kvconv.errors import CacheFullError
+from kvconv.errors import CacheFullError, RewindError
 from kvconv.manifest import CacheLayer
 
 # Type of the numpy array that owns the memory, ONNX TensorProto element type. numpy has no
@@ -116,6 +117,12 @@ class KVCache(ABC):
         self._binding = new_binding()
         self.arrays = BoundArrays(self._binding)
         self._length = 0
+        # Rings that can wrap: a cache of fewer tokens than that never loses one.
+        self._rings = {
+            (layer.slots(capacity), layer.slack)
+            for layer in self._layers
+            if layer.slack is not None and layer.slots(capacity) < capacity
+        }
         self._allocate()
 
     @abstractmethod
@@ -132,8 +139,18 @@ class KVCache(ABC):
     def nbytes(self) -> int:
         """Bytes of all buffers held now."""
 
+    @property
+    def most_new_tokens(self) -> int:
+        """Most tokens of one run, so that rings keep what the first of them sees."""
+        return min((slack + 1 for _, slack in self._rings), default=self.capacity)
+
+    @property
+    def shortest_rewind(self) -> int:
+        """Least length, other than 0, that `rewind` takes; 0 where it takes all."""
+        return 0
+
     def check_room(self, sequence_length: int) -> None:
-        """Refuse a run that would not fit; changes nothing.
+        """Refuse tokens that would not fit; changes nothing.
 
         Raises:
             CacheFullError: length + sequence_length would pass the capacity.
@@ -148,11 +165,27 @@ class KVCache(ABC):
                 capacity=self.capacity,
             )
 
+    def check_run(self, sequence_length: int) -> None:
+        """Refuse a run that would not fit, or that is too long for a ring; changes nothing.
+
+        Raises:
+            CacheFullError: As `check_room`, or sequence_length is more than `most_new_tokens`.
+        """
+        self.check_room(sequence_length)
+        if sequence_length > self.most_new_tokens:
+            raise CacheFullError(
+                f"The run has {sequence_length} new tokens, and the ring caches of this bundle "
+                f"take at most {self.most_new_tokens} at once. Run them in pieces, or export the "
+                f"model with --no-ring.",
+                needed=sequence_length,
+                capacity=self.most_new_tokens,
+            )
+
     @abstractmethod
     def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
         """Return the binding for a run of so many new tokens, pasts and presents bound.
 
-        The caller binds the other inputs and outputs, and asks `check_room` first. The binding is
+        The caller binds the other inputs and outputs, and asks `check_run` first. The binding is
         valid until the next call of any method.
         """
 
@@ -166,6 +199,9 @@ class KVCache(ABC):
 
         Args:
             length: In [0, self.length]; ValueError otherwise.
+
+        Raises:
+            RewindError: It is less than `shortest_rewind`, and not 0; nothing has changed.
         """
 
     def reset(self) -> None:
@@ -179,8 +215,12 @@ class KVCache(ABC):
     def _new_tensors(self, slots: int) -> list[CacheTensor]:
         """Allocate all tensors of every layer, in layer order; the content is undefined."""
         return [
-            _new_tensor((self.batch_size, tensor.num_heads, slots, tensor.width), tensor.element)
-            for _, tensor in self._stored
+            _new_tensor(
+                (self.batch_size, tensor.num_heads, layer.slots(slots), tensor.width),
+                tensor.element,
+            )
+            for layer in self._layers
+            for tensor in stored_tensors(layer)
         ]
 
     def _bind(self, pasts: Sequence[CacheTensor], presents: Sequence[CacheTensor]) -> None:
@@ -191,23 +231,55 @@ class KVCache(ABC):
     def _check_rewind(self, length: int) -> None:
         if not 0 <= length <= self._length:
             raise ValueError(f"length is {length}; it must be in [0, {self._length}]")
+        shortest = self.shortest_rewind
+        if 0 < length < shortest:
+            raise RewindError(
+                f"The cache cannot forget {self._length - length} of its {self._length} tokens: "
+                f"its rings have overwritten what came before, so that {self._length - shortest} "
+                f"can be taken back, or all. Rewind to {shortest} or more, or reset it and run the "
+                f"first {length} again; a bundle exported with --no-ring can rewind to any length.",
+                length=length,
+                shortest=shortest,
+            )
 
 
 class SharedBufferCache(KVCache):
-    """Buffers of full capacity, allocated once; past and present are the same memory."""
+    """Buffers allocated once, where past and present are the same memory.
+
+    Those of rings hold their newest tokens, all others the full capacity.
+    """
 
     def _allocate(self) -> None:
         # The memory is not touched: the system backs a slot only when a token is written to it.
         self._tensors = self._new_tensors(self.capacity)
         self._bind(self._tensors, self._tensors)
+        self._most_written = 0  # since it was empty: what a rewind takes back was written too
+        self._past_length = np.zeros(1, np.int32)
+        if any(layer.cache_mode == "ring" for layer in self._layers):
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(self._past_length)
+            self._binding.bind_ortvalue_input(names.PAST_SEQUENCE_LENGTH, value)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, used or not."""
         return sum(tensor.array.nbytes for tensor in self._tensors)
 
+    @property
+    def shortest_rewind(self) -> int:
+        """Least length, other than 0, of which a ring still holds the window."""
+        written = self._most_written
+        return max(
+            (written - slack - 1 for slots, slack in self._rings if written > slots), default=0
+        )
+
     def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
-        """Return the one binding: the op finds the first free slot from the mask's width."""
+        """Return the one binding: the op finds the first free slot from the mask's width.
+
+        Rings cannot tell it from that, and read the length.
+        """
+        self._past_length[0] = self._length
+        # Now: a run that fails may have written all the same.
+        self._most_written = max(self._most_written, self._length + sequence_length)
         return self._binding
 
     def commit_run(self, sequence_length: int) -> None:
@@ -218,13 +290,15 @@ class SharedBufferCache(KVCache):
         """Forget all tokens from slot `length` on, by counting them as free."""
         self._check_rewind(length)
         self._length = length
+        if length == 0:
+            self._most_written = 0
 
     def fork(self) -> Self:
         """Return a copy; only slots in use are copied."""
         copy = type(self)(self._layers, self.batch_size, self.capacity, self._new_binding)
         for source, target in zip(self._tensors, copy._tensors, strict=True):
             target.array[:, :, : self._length] = source.array[:, :, : self._length]
-        copy._length = self._length
+        copy._length, copy._most_written = self._length, self._most_written
         return copy
 
 

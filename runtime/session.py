@@ -74,13 +74,6 @@ class Session:
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.provider = provider
-        for i, layer in enumerate(self.manifest.cache_layers):
-            if layer.cache_mode != "auto":
-                raise BundleError(
-                    f"Layer {i} has a cache of mode {layer.cache_mode!r}; this runtime drives "
-                    f"'auto'. Export the model without it, or upgrade kvconv.",
-                    file=names.MANIFEST_FILE,
-                )
         plan.check_weights_fit(plan.bundle_sizes(self.manifest), memory.free_memory_bytes())
         providers = execution_providers(bundle, provider)
         options = session_options(threads, spin=spin)
@@ -184,7 +177,8 @@ class Session:
             [batch_size, kept, vocab_size] float32: `out`, or a new array.
 
         Raises:
-            CacheFullError: The tokens do not fit; nothing is written and nothing has run.
+            CacheFullError: The tokens do not fit, or are more than a ring takes at once; nothing is
+                written and nothing has run.
             FlavourError: The bundle's attention does not take such a run; nothing has run.
         """
         ids = int64_array("input_ids", input_ids)
@@ -195,7 +189,7 @@ class Session:
         if num_logits_to_keep < 0:
             raise ValueError(f"num_logits_to_keep is {num_logits_to_keep}; it must be >= 0")
         batch_size, sequence_length = ids.shape
-        cache.check_room(sequence_length)
+        cache.check_run(sequence_length)
         total = cache.length + sequence_length
         mask = int64_of_shape(
             "attention_mask",
@@ -273,6 +267,8 @@ class Session:
         for i, layer in enumerate(self.manifest.cache_layers):
             required |= {names.past(i, tensor.name) for tensor in stored_tensors(layer)}
             outputs |= {names.present(i, tensor.name) for tensor in stored_tensors(layer)}
+            if layer.cache_mode == "ring":
+                required.add(names.PAST_SEQUENCE_LENGTH)
         wrong = (found_inputs ^ set(self.manifest.inputs)) | (required - found_inputs)
         wrong |= (found_outputs ^ set(self.manifest.outputs)) | (outputs - found_outputs)
         if wrong:

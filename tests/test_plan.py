@@ -70,14 +70,17 @@ def test_cache_parts_tell_windowed_layers_from_those_that_see_all_tokens():
     assert (full.num_layers, full.window_size, full.data_bytes) == (3, None, 12_582_912)
 
 
-def test_rings_hold_their_own_capacity_whatever_the_context():
+def test_rings_hold_their_own_capacity_or_a_shorter_context():
     ring = CacheLayer(1, 256, 256, "float32", window_size=512, cache_mode="ring", capacity=1023)
     layers = (*(ring,) * 15, *GEMMA_3[15:])
-    # 15 x 1023 slots x 2048 bytes = 31,426,560
-    for context, full_bytes in ((2048, 12_582_912), (100, 614_400)):
+    # 15 x 1023 slots x 2048 bytes = 31,426,560; 15 x 100 x 2048 = 3,072,000
+    for context, slots, ring_bytes, full_bytes in (
+        (2048, 1023, 31_426_560, 12_582_912),
+        (100, 100, 3_072_000, 614_400),
+    ):
         rings, full = plan(sizes(layers), batch_size=1, context=context).cache
-        assert (rings.slots, rings.data_bytes) == (1023, 31_426_560)
-        assert full.data_bytes == full_bytes
+        assert (rings.slots, rings.data_bytes) == (slots, ring_bytes)
+        assert (full.slots, full.data_bytes) == (context, full_bytes)
 
 
 @pytest.mark.parametrize(

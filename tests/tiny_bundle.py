@@ -274,7 +274,7 @@ def write_manifest(
         dtype="float32",
         weights_dtype="float32",
         opset=18,
-        op_version=names.OP_VERSION if attention == "flash" else None,
+        op_version=names.FLOAT_CACHES_OP_VERSION if attention == "flash" else None,
         vocab_size=VOCAB_SIZE,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         eos_token_ids=eos_token_ids,

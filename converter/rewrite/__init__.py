@@ -20,21 +20,22 @@ The flash flavour, in order, and why:
 7. `rotary`               Rotation into the op. Before `heads`, whose way it blocks.
 8. `heads`                Transposes and Reshapes around the op disappear.
 9. `scale`                A constant factor of the query goes into the op's scale.
-10. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
-11. `balance_heads`       For quantised caches: those norms' weights. After `head_norm`.
-12. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
-13. `stored_cache`        Keys and values get the type that they are stored in, and scales.
-14. `gated`               act(gate) * up -> GatedActivation.
-15. `skip_norm`           Residual Add and norm -> one node. After `norm`.
-16. `num_logits_to_keep`  Slice in front of the LM head.
-17. `float32_logits`      After the Slice, so that only kept logits are cast.
-18. `tidy`                Again, over what the rules left behind.
-19. `cache_use`           A check: nothing but the op may look at the cache.
-20. `calls`               A check: masks are causal, and say what the attention calls said.
+10. `ring`                Windowed caches keep their newest tokens only. After `mask`.
+11. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
+12. `balance_heads`       For quantised caches: those norms' weights. After `head_norm`.
+13. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
+14. `stored_cache`        Keys and values get the type that they are stored in, and scales.
+15. `gated`               act(gate) * up -> GatedActivation.
+16. `skip_norm`           Residual Add and norm -> one node. After `norm`.
+17. `num_logits_to_keep`  Slice in front of the LM head.
+18. `float32_logits`      After the Slice, so that only kept logits are cast.
+19. `tidy`                Again, over what the rules left behind.
+20. `cache_use`           A check: nothing but the op may look at the cache.
+21. `calls`               A check: masks are causal, and say what the attention calls said.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10, 11 and 13 to
-15. The standard flavour replaces 5 to 15 by `standard` (ONNX Attention or decomposed operators),
-and has no use for 19.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10 to 12 and 14
+to 16. The standard flavour replaces 5 to 16 by `standard` (ONNX Attention or decomposed operators),
+and has no use for 20.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -64,6 +65,7 @@ from kvconv.converter.rewrite import (
     num_logits,
     packed_qkv,
     past_length,
+    ring,
     rotary,
     scale,
     skip_norm,
@@ -102,7 +104,7 @@ _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads, scale)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
     "flash": (
-        *(*_BEFORE, *_FLASH, head_norm, balance_heads, packed_qkv, stored_cache),
+        *(*_BEFORE, *_FLASH, ring, head_norm, balance_heads, packed_qkv, stored_cache),
         *(gated, skip_norm, *_AFTER),
     ),
     "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
@@ -123,6 +125,7 @@ OPTIONAL_RULES = frozenset(
         rotary,
         heads,
         scale,
+        ring,
         head_norm,
         balance_heads,
         packed_qkv,
@@ -142,11 +145,13 @@ class RewriteReport:
         refusals: What rules left alone, and why.
         windows: Per layer, the tokens a query sees, its own included; None for all. Where a mask
             stays a bias, what the attention call said.
+        ring_capacities: Per layer, the slots of its ring; None where it is none.
     """
 
     counts: dict[str, int]
     refusals: tuple[Refusal, ...]
     windows: tuple[int | None, ...]
+    ring_capacities: tuple[int | None, ...]
 
 
 def rewrite(
@@ -165,8 +170,8 @@ def rewrite(
             been rewritten already, which changes nothing.
         attention: Flavour of the attention nodes.
         opset: Version of the default ONNX domain that the graph uses.
-        max_sequence_length: Most tokens a cache will hold; without it the gqa flavour leaves
-            rotation outside its nodes.
+        max_sequence_length: Most tokens a cache will hold; without it no cache becomes a ring,
+            and the gqa flavour leaves rotation outside its nodes.
         cache_dtype: How keys and values are stored; None for the activations' type. Flash only.
         without: Names of optional rules to leave out, which shows what each is worth.
 
@@ -217,7 +222,13 @@ def rewrite(
         raise _error(attention, len(placeholders), len(placeholders), stray)
     _require_causal(masks)
     windows, differences = calls.check(said, masks)
-    return RewriteReport(counts, (*refusals, *differences), windows)
+    capacities = ring.read_capacities(graph)
+    return RewriteReport(
+        counts,
+        (*refusals, *differences),
+        windows,
+        tuple(capacities.get(names.past_key(layer)) for layer in range(len(windows))),
+    )
 
 
 def _require_causal(masks: calls.Masks) -> None:

@@ -92,6 +92,14 @@ class Editor:
             )
         return self._inputs[name]
 
+    def add_input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> gs.Variable:
+        """Return a graph input of that name, which is added where there is none."""
+        if name not in self._inputs:
+            self._inputs[name] = gs.Variable(name, np.dtype(dtype), list(shape))
+            self._names.add(name)
+            self.graph.inputs.append(self._inputs[name])
+        return self._inputs[name]
+
     def constant(self, values: npt.NDArray[Any]) -> gs.Constant:
         """Return a constant; equal values share one."""
         key = (str(values.dtype), values.shape, values.tobytes())

@@ -8,6 +8,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from kvconv import names
 from kvconv.converter.rewrite.graph import find, get_operand
+from kvconv.converter.rewrite.ring import is_ring
 
 G_LOGGER.severity = G_LOGGER.ERROR  # its warnings go to stdout, which is for results
 _OVERRIDABLE = (names.NUM_LOGITS_TO_KEEP,)
@@ -43,8 +44,10 @@ def write_graph(graph: gs.Graph, path: Path) -> None:
 def _op_version(graph: gs.Graph) -> int:
     """Return the least version of kvconv's operator domain that runs a graph."""
     nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
-    is_quantized = any(get_operand(node, "past_key_scale") is not None for node in nodes)
-    return names.OP_VERSION if is_quantized else names.FLOAT_CACHES_OP_VERSION
+    needs_newest = any(
+        is_ring(node) or get_operand(node, "past_key_scale") is not None for node in nodes
+    )
+    return names.OP_VERSION if needs_newest else names.FLOAT_CACHES_OP_VERSION
 
 
 def restore_overridable(model: onnx.ModelProto) -> None:

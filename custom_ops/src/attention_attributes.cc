@@ -32,12 +32,14 @@ AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* 
     refuse(text("rotary_dim is ", a.rotary_dim,
                 "; it must be even and at least 0 (0 = the whole head)."));
   }
-  if (cache_mode == "ring") {
-    refuse("cache_mode \"ring\" is not supported by this version of the op library; use \"auto\".",
-           ort::kNotImplemented);
-  }
-  if (cache_mode != "auto") {
+  a.is_ring = cache_mode == "ring";
+  if (!a.is_ring && cache_mode != "auto") {
     refuse(text("cache_mode is \"", cache_mode, "\"; it must be \"auto\" or \"ring\"."));
+  }
+  if (a.is_ring && a.window_size == 0) {
+    refuse(
+        "cache_mode is \"ring\" but window_size is 0; a ring needs a window, because it keeps the "
+        "newest tokens only.");
   }
   return a;
 }

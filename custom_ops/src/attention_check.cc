@@ -211,8 +211,22 @@ void check_scales(const Checker& check, const AttentionParams& p) {
   }
 }
 
+// A ring that wraps must keep all that its first new token sees while it takes in the last one.
+void check_ring(std::int64_t window_size, const AttentionParams& p) {
+  if (p.total_sequence_length <= p.past_capacity) return;
+  const std::int64_t most_new = p.past_capacity - window_size + 1;
+  if (most_new > 0 && p.sequence_length <= most_new) return;
+  refuse(text("past_key is a ring of ", p.past_capacity, " slots and window_size is ", window_size,
+              ", so behind ", p.past_sequence_length, " tokens a run may have at most ",
+              most_new > 0 ? most_new : std::int64_t{0}, " new ones; sequence_length is ",
+              p.sequence_length,
+              ". Run fewer at once, or give a ring of at least window_size + sequence_length - 1 "
+              "slots."));
+}
+
 // The mask and the mode: sets past, T and the capacity of present.
-void check_lengths(const Checker& check, AttentionParams* p) {
+void check_lengths(const Checker& check, const AttentionAttributes& attributes,
+                   AttentionParams* p) {
   const Tensor& mask = check[kAttentionMask];
   const Tensor& past_length = check[kPastSequenceLength];
   if (mask.exists) {
@@ -223,6 +237,12 @@ void check_lengths(const Checker& check, AttentionParams* p) {
   const std::int64_t capacity = p->past_capacity;
   const std::int64_t new_tokens = p->sequence_length;
 
+  if (attributes.is_ring && !past_length.exists) {
+    refuse(
+        "past_sequence_length is absent; cache_mode \"ring\" needs it, because attention_mask "
+        "alone "
+        "does not tell how much of the cache is in use.");
+  }
   if (past_length.exists) {
     check.require_rank(kPastSequenceLength, 1, "[1]");
     check.require_dim(kPastSequenceLength, 0, 1, "one length for the whole batch");
@@ -231,7 +251,9 @@ void check_lengths(const Checker& check, AttentionParams* p) {
       refuse(text("past_sequence_length is ", p->past_sequence_length, "; it must be at least 0."));
     }
     p->total_sequence_length = p->past_sequence_length + new_tokens;
-    if (capacity < p->total_sequence_length) {
+    if (attributes.is_ring) {
+      check_ring(attributes.window_size, *p);
+    } else if (capacity < p->total_sequence_length) {
       refuse(text("the cache's capacity is ", capacity, " but past_sequence_length ",
                   p->past_sequence_length, " + sequence_length ", new_tokens, " = ",
                   p->total_sequence_length, " slots are needed; give a larger buffer."));
@@ -345,7 +367,7 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   check_types(check, activation_type, cache_type);
   check_heads(check, &p);
   check_scales(check, p);
-  check_lengths(check, &p);
+  check_lengths(check, attributes, &p);
   // A window that holds every slot is none; dropping it also keeps sums with it in range.
   if (attributes.window_size < p.total_sequence_length) p.window_size = attributes.window_size;
   check_rotary(check, attributes, &p);

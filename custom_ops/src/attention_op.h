@@ -63,6 +63,7 @@ struct AttentionAttributes {
   bool is_causal = true;
   bool rotary_interleaved = false;
   std::int64_t rotary_dim = 0;  // 0 = the whole head
+  bool is_ring = false;         // cache_mode
 };
 
 using AttentionInputs = std::array<Tensor, kNumAttentionInputs>;

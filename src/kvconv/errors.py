@@ -87,6 +87,20 @@ class BundleError(KvconvError):
         self.file = file
 
 
+class RewindError(KvconvError):
+    """A cache no longer holds what a token behind the wanted length would see.
+
+    Attributes:
+        length: Tokens that were to stay.
+        shortest: Least number of tokens, other than 0, that may stay.
+    """
+
+    def __init__(self, message: str, *, length: int, shortest: int) -> None:
+        super().__init__(message)
+        self.length = length
+        self.shortest = shortest
+
+
 class OutputExistsError(KvconvError):
     """The output path exists, cannot be written, or is not a bundle that may be replaced."""
 

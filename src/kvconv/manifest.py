@@ -68,7 +68,7 @@ class CacheLayer:
         dtype: How they are stored.
         window_size: Tokens a query sees, itself included; None for all.
         cache_mode: `auto` (shared buffer or concat), or `ring` with `capacity` slots.
-        capacity: Slots of a ring; None where the caller chooses.
+        capacity: Slots of a ring, more than window_size; None where the caller chooses.
     """
 
     num_key_value_heads: int
@@ -78,6 +78,34 @@ class CacheLayer:
     window_size: int | None = None
     cache_mode: CacheMode = "auto"
     capacity: int | None = None
+
+    def slots(self, max_sequence_length: int) -> int:
+        """Return the tokens per row that the layer holds in a cache of that capacity."""
+        return min(self.capacity or max_sequence_length, max_sequence_length)
+
+    @property
+    def slack(self) -> int | None:
+        """Slots of a ring beyond its window: one new token less than a run may have; or None."""
+        if self.capacity is None or self.window_size is None:
+            return None
+        return self.capacity - self.window_size
+
+
+RING_SLACK = 256
+"""Slots that an export gives a ring beyond its window: what a chunk of a prompt may take."""
+
+
+def ring_capacity(window_size: int | None, max_sequence_length: int | None) -> int | None:
+    """Return the slots of the ring that a layer becomes; None where a ring would save nothing.
+
+    Args:
+        window_size: Tokens that a query of the layer sees; None for all.
+        max_sequence_length: Most tokens that a cache will hold; None for any number.
+    """
+    if window_size is None:
+        return None
+    capacity = window_size + RING_SLACK
+    return capacity if max_sequence_length is None or capacity < max_sequence_length else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +350,12 @@ def read_manifest(folder: Path) -> Manifest:
     if (manifest.quantization is None) != (manifest.weights_dtype in get_args(ActivationDtype)):
         how = "lacks" if manifest.quantization is None else "has"
         raise _damaged(f"its weights_dtype is {manifest.weights_dtype}, and it {how} quantization")
+    for index, layer in enumerate(manifest.cache_layers):
+        if (layer.cache_mode == "ring") != (layer.capacity is not None) or (layer.slack or 0) < 0:
+            raise _damaged(
+                f"layer {index} has a cache of mode {layer.cache_mode}, capacity {layer.capacity} "
+                f"and window_size {layer.window_size}"
+            )
     for name in manifest.files:
         # A bundle is flat; anything else could reach outside the folder.
         if name in ("", ".", "..") or any(character in name for character in "/\\:"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvconv.cache_layout import stored_tensors
-from kvconv.errors import NotEnoughMemoryError
+from kvconv.errors import CacheFullError, NotEnoughMemoryError
 from kvconv.flavour import FLAVOURS
 from kvconv.manifest import AttentionFlavour, CacheLayer, Manifest, RunSizes
 from kvconv.names import MODEL_FILE, WEIGHTS_FILE
@@ -142,7 +142,10 @@ def plan(
         prefill_chunk: Tokens of a prompt that run at once; None for what the runtime does.
     """
     cache = cache_parts(sizes.cache_layers, batch_size=batch_size, max_sequence_length=context)
-    chunk = min(prefill_chunk or default_chunk(sizes.attention, batch_size, context), context)
+    chunk = prefill_chunk or default_chunk(
+        sizes.attention, batch_size, context, cache_layers=sizes.cache_layers
+    )
+    chunk = min(chunk, context)
     run = sizes.run
     grows = not FLAVOURS[sizes.attention].shared_buffer
     return Plan(
@@ -159,16 +162,51 @@ def plan(
     )
 
 
-def default_chunk(attention: AttentionFlavour, batch_size: int, new_tokens: int) -> int:
+def default_chunk(
+    attention: AttentionFlavour,
+    batch_size: int,
+    new_tokens: int,
+    *,
+    cache_layers: Sequence[CacheLayer],
+) -> int:
     """Return how many tokens per row of a prompt run at once where nobody chose.
 
     Args:
         attention: Flavour of the attention nodes.
         batch_size: Rows that run together.
         new_tokens: Tokens per row.
+        cache_layers: One entry per layer.
     """
-    takes_chunks = FLAVOURS[attention].takes_chunks(batch_size)
-    return PREFILL_CHUNK_TOKENS if takes_chunks else new_tokens
+    if not FLAVOURS[attention].takes_chunks(batch_size):
+        return new_tokens
+    return min(PREFILL_CHUNK_TOKENS, largest_chunk(cache_layers) or PREFILL_CHUNK_TOKENS)
+
+
+def largest_chunk(cache_layers: Sequence[CacheLayer]) -> int | None:
+    """Return the most tokens of a prompt that rings take at once; None without rings."""
+    slacks = (layer.slack for layer in cache_layers if layer.slack is not None)
+    return min((max(slack, 1) for slack in slacks), default=None)
+
+
+def check_chunk(cache_layers: Sequence[CacheLayer], prefill_chunk: int | None) -> None:
+    """Refuse chunks of a prompt that are more than rings take at once.
+
+    Args:
+        cache_layers: One entry per layer.
+        prefill_chunk: Tokens per row of a chunk, as the caller wants it; None for the default.
+
+    Raises:
+        CacheFullError: A chunk would overwrite keys that its first token sees.
+    """
+    most = largest_chunk(cache_layers)
+    if prefill_chunk is not None and most is not None and prefill_chunk > most:
+        raise CacheFullError(
+            f"--prefill-chunk is {prefill_chunk}, and the ring caches of this bundle take at most "
+            f"{most} tokens of a prompt at once. Choose {most} or less, or export the model "
+            f"with --no-ring.",
+            needed=prefill_chunk,
+            capacity=most,
+        )
 
 
 def _workspace_bytes(sizes: DecoderSizes, tokens: int, context: int) -> int:
@@ -200,11 +238,11 @@ def cache_parts(
     Args:
         cache_layers: One entry per layer.
         batch_size: Sequences held at once.
-        max_sequence_length: Capacity in tokens; a ring layer holds its own.
+        max_sequence_length: Capacity in tokens; a ring holds no more than its own.
     """
     parts: dict[tuple[int | None, int], CachePart] = {}
     for layer in cache_layers:
-        slots = max_sequence_length if layer.capacity is None else layer.capacity
+        slots = layer.slots(max_sequence_length)
         kind = (layer.window_size, slots)
         found = parts.get(kind, CachePart(0, *kind, data_bytes=0, scale_bytes=0))
         sizes = [(t.is_scale, batch_size * slots * t.slot_bytes) for t in stored_tensors(layer)]

@@ -13,6 +13,7 @@ Attributes = dict[str, int | float | str]
 
 # batch 2, new 3, past 4, total 7, capacity 10, heads 4 of 8, kv heads 2, value width 6
 ATTRIBUTES: Attributes = {"num_heads": 4, "kv_num_heads": 2}
+RING: Attributes = {"cache_mode": "ring", "window_size": 5}
 
 
 def valid_inputs() -> Inputs:
@@ -142,6 +143,15 @@ RUN_ERRORS: dict[str, tuple[Callable[[Inputs], None], Attributes, list[str]]] = 
     "past length, concat": (past_length(4, capacity=4), {}, ["capacity is 4", "= 7"]),
     "past length, no mask, full": (both(without_mask, past_length(8)), {}, ["is 10", "= 11"]),
     "past length, mask narrow": (past_length(5), {}, ["7 wide", "is 8"]),
+    "ring, no length": (lambda inputs: None, RING, ["past_sequence_length is absent", '"ring"']),
+    "ring, too many tokens": (
+        past_length(4, capacity=6),
+        RING,
+        ["ring of 6", "window_size is 5", "behind 4 tokens", "at most 2", "sequence_length is 3"],
+    ),
+    "ring, less than a window": (past_length(4, capacity=3), RING, ["ring of 3", "at most 0"]),
+    "ring, endless window": (past_length(8), RING | {"window_size": 2**63 - 1}, ["at most 0"]),
+    "ring, mask narrow": (past_length(40), RING, ["7 wide", "is 43"]),
     "cos alone": (reshaped("cos", 1, 3, 4), {}, ["sin is absent"]),
     "sin alone": (reshaped("sin", 1, 3, 4), {}, ["cos is absent"]),
     "cos rank": (rotary((3, 4), (3, 4)), {}, ["cos", "rank 2", "rank 3"]),
@@ -215,7 +225,7 @@ ATTRIBUTE_ERRORS: dict[str, tuple[Attributes, list[str]]] = {
     "scale": ({"scale": float("inf")}, ["scale is inf", "finite"]),
     "window": ({"window_size": -2}, ["window_size is -2", "at least 0"]),
     "rotary_dim odd": ({"rotary_dim": 5}, ["rotary_dim is 5", "even"]),
-    "ring": ({"cache_mode": "ring"}, ['cache_mode "ring"', "not supported", '"auto"']),
+    "ring without a window": ({"cache_mode": "ring"}, ['cache_mode is "ring"', "window_size is 0"]),
     "cache_mode": ({"cache_mode": "loop"}, ['cache_mode is "loop"', '"auto" or "ring"']),
     "type of an integer": ({"window_size": 2.0}, ["window_size", "must be an integer"]),
     "type of a float": ({"scale": 2}, ["scale", "must be a float"]),

@@ -313,7 +313,7 @@ def test_quantised_weights_of_an_older_op_version_must_be_exported_again(tmp_pat
     assert_close(logits[0, -1], DECODER.reference(TOKENS)[-1])
     quantization = Quantization(32, symmetric=False, accuracy_level=4, method="least squares")
     dataclasses.replace(manifest, weights_dtype="int4", quantization=quantization).write(folder)
-    with pytest.raises(LibraryError, match=r"version 1 .* has 3, .* Export the model again"):
+    with pytest.raises(LibraryError, match=r"version 1 .* has 3.* Export the model again"):
         Session(Bundle.open(folder))
 
 

@@ -4,7 +4,8 @@
 //   B batch_size   N num_heads       S sequence_length (new tokens)   H  head_dim
 //   C capacity     K kv_num_heads    T total_sequence_length          Hv value_head_dim
 //   R rotary_dim   G = N / K, the query heads that share one key/value head
-// Query i of a run sits in cache slot T - S + i.
+// Query i of a run sits in cache slot T - S + i. Slot j lies in row j mod C of a cache: in a ring,
+// which has fewer than T rows, a new token takes the row of one that no query sees any more.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,8 @@ struct AttentionParams {
   std::int64_t sequence_length = 0;
   std::int64_t past_sequence_length = 0;
   std::int64_t total_sequence_length = 0;  // past + new
-  std::int64_t past_capacity = 0;          // slots in past_key and past_value
-  std::int64_t present_capacity = 0;       // slots in present_key and present_value
+  std::int64_t past_capacity = 0;          // rows of past_key and past_value
+  std::int64_t present_capacity = 0;       // rows of present_key and present_value
 
   float scale = 1.0F;
   float softcap = 0.0F;          // 0 leaves the scores unchanged

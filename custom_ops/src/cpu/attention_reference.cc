@@ -141,13 +141,19 @@ Cache values_of(const AttentionParams& p) {
           p.present_value, p.past_value_scale, p.present_value_scale};
 }
 
+// The row of a cache in which a slot lies.
+std::int64_t cache_row(const AttentionParams& p, std::int64_t slot) {
+  return slot % p.present_capacity;
+}
+
 // Copies the past slots of a tensor [B, K, C, bytes] unless past and present are one.
 void copy_past(const AttentionParams& p, const void* past, void* present, std::int64_t row_bytes) {
   if (past == present || p.past_sequence_length == 0) return;
+  const std::int64_t rows = std::min(p.past_sequence_length, p.past_capacity);
   for (std::int64_t head = 0; head < p.batch_size * p.kv_num_heads; ++head) {
     std::memcpy(static_cast<char*>(present) + head * p.present_capacity * row_bytes,
                 static_cast<const char*>(past) + head * p.past_capacity * row_bytes,
-                static_cast<std::size_t>(p.past_sequence_length * row_bytes));
+                static_cast<std::size_t>(rows * row_bytes));
   }
 }
 
@@ -160,19 +166,17 @@ void copy_past(const AttentionParams& p, const Cache& cache) {
 // Writes new token `i` of one head into its slot of the cache.
 void append(const AttentionParams& p, const Cache& cache, std::vector<double> row,
             std::int64_t batch, std::int64_t kv_head, std::int64_t i) {
-  const std::int64_t slot = p.past_sequence_length + i;
-  const std::int64_t cache_row = (batch * p.kv_num_heads + kv_head) * p.present_capacity + slot;
+  const std::int64_t index = (batch * p.kv_num_heads + kv_head) * p.present_capacity +
+                             cache_row(p, p.past_sequence_length + i);
   if (is_quantized(cache.type)) {
     transform(row);
-    quantize(
-        cache.type, row,
-        static_cast<std::uint8_t*>(cache.present) + cache_row * row_bytes(cache.type, cache.width),
-        cache.present_scale + cache_row * num_scales(cache.type, cache.width));
+    quantize(cache.type, row,
+             static_cast<std::uint8_t*>(cache.present) + index * row_bytes(cache.type, cache.width),
+             cache.present_scale + index * num_scales(cache.type, cache.width));
     return;
   }
   for (std::int64_t h = 0; h < cache.width; ++h) {
-    store_element(cache.present, cache_row * cache.width + h, cache.type,
-                  static_cast<float>(row[h]));
+    store_element(cache.present, index * cache.width + h, cache.type, static_cast<float>(row[h]));
   }
 }
 
@@ -186,7 +190,7 @@ void attend(const AttentionParams& p, std::int64_t batch, std::int64_t head, std
   const Cache values = values_of(p);
   const auto load = [&](const Cache& cache, std::int64_t slot, std::int64_t h) {
     return load_number(cache.type, cache.present, cache.present_scale, cache.width,
-                       cache_head + slot, h);
+                       cache_head + cache_row(p, slot), h);
   };
 
   std::vector<double> query =

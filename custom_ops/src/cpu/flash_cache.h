@@ -9,10 +9,22 @@
 #include "flash_codes.h"
 #include "kvconv/attention.h"
 #include "kvconv/cache_format.h"
+#include "tasks.h"
 #include "vec_math.h"
 
 namespace kvconv {
 namespace {
+
+// The row of a head's present in which a slot lies.
+std::int64_t cache_row(const AttentionParams& p, std::int64_t slot) {
+  return slot % p.present_capacity;
+}
+
+// How many slots of [slot, end), at most `most`, lie in rows behind one another: a ring wraps.
+std::int64_t tile_slots(const AttentionParams& p, std::int64_t slot, std::int64_t end,
+                        std::int64_t most) {
+  return min_of(min_of(most, end - slot), p.present_capacity - cache_row(p, slot));
+}
 
 void rotate(const AttentionParams& p, std::int64_t batch, std::int64_t position, float* row) {
   const std::int64_t half = p.rotary_dim / 2;
@@ -82,13 +94,20 @@ Cache values_of(const AttentionParams& p) {
           p.present_value_scale};
 }
 
-// Copies the past rows of a head, unless past and present are one.
+// Copies the past of one cache head, rows of `row_bytes`, unless past and present are one: what the
+// new tokens leave of it, as in a ring they take the rows of the oldest.
 void copy_past(const AttentionParams& p, std::int64_t head, const void* past, void* present,
                std::int64_t row_bytes) {
-  if (past == present || p.past_sequence_length == 0) return;
-  std::memcpy(static_cast<char*>(present) + head * p.present_capacity * row_bytes,
-              static_cast<const char*>(past) + head * p.past_capacity * row_bytes,
-              static_cast<std::size_t>(p.past_sequence_length * row_bytes));
+  if (past == present) return;
+  const char* source = static_cast<const char*>(past) + head * p.past_capacity * row_bytes;
+  char* target = static_cast<char*>(present) + head * p.present_capacity * row_bytes;
+  std::int64_t slot = max_of(0, p.total_sequence_length - p.present_capacity);
+  while (slot < p.past_sequence_length) {
+    const std::int64_t count = tile_slots(p, slot, p.past_sequence_length, p.present_capacity);
+    const std::int64_t offset = cache_row(p, slot) * row_bytes;
+    std::memcpy(target + offset, source + offset, static_cast<std::size_t>(count * row_bytes));
+    slot += count;
+  }
 }
 
 // Writes a row, which is overwritten, as the cache's row `index`.
@@ -125,7 +144,7 @@ void append_tokens(const AttentionParams& p, const Cache& cache, std::int64_t he
     widen(static_cast<const char*>(source) + offset * bytes_of(p.activation_type),
           p.activation_type, row, cache.width);
     if (rotates) rotate(p, batch, i, row);
-    store_row(cache, row, head * p.present_capacity + p.past_sequence_length + i);
+    store_row(cache, row, head * p.present_capacity + cache_row(p, p.past_sequence_length + i));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "flash_cache.h"
 #include "kvconv/attention.h"
 #include "kvconv/cache_format.h"
 #include "tasks.h"
@@ -115,9 +116,10 @@ Block block_of(const AttentionParams& p, const Division& d, std::int64_t index) 
           min_of(d.block_rows, d.rows - first_row)};
 }
 
-// The cache's row at which the block's head begins.
-std::int64_t cache_row_of(const AttentionParams& p, const Block& block) {
-  return (block.batch * p.kv_num_heads + block.kv_head) * p.present_capacity;
+// The row, of all heads' rows, in which a slot of the block's head lies.
+std::int64_t cache_row_of(const AttentionParams& p, const Block& block, std::int64_t slot) {
+  const std::int64_t head = block.batch * p.kv_num_heads + block.kv_head;
+  return head * p.present_capacity + cache_row(p, slot);
 }
 
 // Slots, first and one after the last; sinks count in the first range of a block.

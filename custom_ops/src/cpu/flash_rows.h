@@ -31,8 +31,8 @@ void for_each_row_group(std::int64_t num_rows, const Body& body) {
 Memory first_keys(const AttentionParams& p, const Division& d, const Block& block,
                   const Range& range) {
   const Cache keys = keys_of(p);
-  return {keys.row_at(cache_row_of(p, block) + range.begin),
-          min_of(d.key_tile, range.end - range.begin) * keys.bytes};
+  return {keys.row_at(cache_row_of(p, block, range.begin)),
+          tile_slots(p, range.begin, range.end, d.key_tile) * keys.bytes};
 }
 
 // Turns a row's products into weights 2^(score - maximum) and updates its maximum and sum; returns
@@ -115,11 +115,12 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
               static_cast<std::size_t>(block.num_rows * d.value_width) * sizeof(float));
   const Cache cached_keys = keys_of(p);
   const Cache cached_values = values_of(p);
-  for (std::int64_t slot = range.begin; slot < range.end; slot += d.key_tile) {
-    const std::int64_t keys = min_of(d.key_tile, range.end - slot);
+  std::int64_t keys = 0;
+  for (std::int64_t slot = range.begin; slot < range.end; slot += keys) {
+    keys = tile_slots(p, slot, range.end, d.key_tile);
     const TileMask mask = tile_mask(p, block, slot, keys);
     if (mask.hides_all) continue;
-    const std::int64_t cache_row = cache_row_of(p, block) + slot;
+    const std::int64_t cache_row = cache_row_of(p, block, slot);
     const RowTile tile = row_tile_at(cached_keys, cached_values, cache_row, keys, scratch);
     const std::int64_t row_groups = ceil_div(block.num_rows, kMaxDotRows);
     Calls values({tile.values, keys * cached_values.bytes}, row_groups * (keys / kDotKeys));
@@ -137,7 +138,7 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
                          partial.accumulator, scratch.alpha);
       continue;
     }
-    const bool is_last = slot + d.key_tile >= range.end;
+    const bool is_last = slot + keys == range.end;
     Calls next_keys(is_last ? after : first_keys(p, d, block, {slot + keys, range.end}),
                     row_groups * keys);
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {

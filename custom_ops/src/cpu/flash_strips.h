@@ -141,11 +141,12 @@ void attend_strips(const AttentionParams& p, const Division& d, const Block& blo
                    const Partial& partial) {
   std::memset(scratch.strips, 0,
               static_cast<std::size_t>(d.block_rows * d.value_width) * sizeof(float));
-  for (std::int64_t tile = range.begin; tile < range.end; tile += kKeyTile) {
-    const std::int64_t keys = min_of(kKeyTile, range.end - tile);
+  std::int64_t keys = 0;
+  for (std::int64_t tile = range.begin; tile < range.end; tile += keys) {
+    keys = tile_slots(p, tile, range.end, kKeyTile);
     const TileMask mask = tile_mask(p, block, tile, keys);
     if (mask.hides_all) continue;
-    const std::int64_t cache_row = cache_row_of(p, block) + tile;
+    const std::int64_t cache_row = cache_row_of(p, block, tile);
     const float* key_tile = tile_of(keys_of(p), cache_row, keys, scratch.keys, scratch.key_scales);
     const float* value_tile =
         tile_of(values_of(p), cache_row, keys, scratch.values, scratch.value_scales);

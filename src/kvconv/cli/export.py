@@ -74,6 +74,11 @@ if TYPE_CHECKING:
     "flash. [default: that of --dtype]",
 )  # fmt: skip
 @click.option(
+    "--no-ring", is_flag=True,
+    help="Let flash layers with a window keep all tokens. Otherwise they keep those of the window, "
+    "which takes less memory, and which optimum and onnxruntime-genai cannot drive.",
+)  # fmt: skip
+@click.option(
     "--max-sequence-length", type=click.IntRange(min=2), metavar="TOKENS",
     help="Most tokens, prompt and new, that a cache may hold. [default: the model's]",
 )  # fmt: skip
@@ -94,6 +99,7 @@ def command(
     as_json: bool,
     block_size: str | None,
     accuracy_level: str | None,
+    no_ring: bool,
     **options: Any,
 ) -> None:
     """Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
@@ -110,7 +116,7 @@ def command(
         from kvconv.converter import ExportOptions, export
         from kvconv.verify import Verifier
 
-        options |= {"block_size": block_size and int(block_size)}
+        options |= {"block_size": block_size and int(block_size), "ring": not no_ring}
         options |= {"accuracy_level": accuracy_level and int(accuracy_level)}
         verifier = None if no_verify else Verifier()
         started = time.perf_counter()

@@ -123,6 +123,8 @@ def _summary(manifest: Manifest) -> list[str]:
     lines = []
     for layer, count in kinds.items():
         window = f"window {layer.window_size}" if layer.window_size else "no window"
+        if layer.capacity is not None:
+            window += f", a ring of {layer.capacity} slots"
         lines.append(
             f"{count} layers: {layer.num_key_value_heads} KV heads, key width "
             f"{layer.key_head_dim}, value width {layer.value_head_dim}, {layer.dtype}, {window}"

@@ -23,7 +23,7 @@ from kvconv.cli.plan_advice import Subject, advice
 from kvconv.errors import CacheFullError
 from kvconv.manifest import ActivationDtype, CacheDtype, read_manifest
 from kvconv.names import MANIFEST_FILE
-from kvconv.plan import bundle_sizes, largest, plan
+from kvconv.plan import bundle_sizes, check_chunk, largest, plan
 
 if TYPE_CHECKING:
     from kvconv.plan import Plan
@@ -77,6 +77,9 @@ class MemorySize(click.ParamType[int]):
     help="Type of a model's keys and values. [default: that of --dtype]",
 )  # fmt: skip
 @click.option(
+    "--no-ring", is_flag=True, help="Plan a model as kvconv export --no-ring would write it."
+)
+@click.option(
     "--memory", "memory_bytes", type=MemorySize(),
     help="Memory to fit into, such as 16GB or 24GiB. [default: what is free here]",
 )  # fmt: skip
@@ -113,6 +116,7 @@ def command(
             needed=context,
             capacity=limit,
         )
+    check_chunk(subject.sizes.cache_layers, prefill_chunk)
     report = _report(
         subject,
         plan(subject.sizes, batch_size=batch_size, context=context, prefill_chunk=prefill_chunk),
@@ -157,7 +161,8 @@ def _subject(model: str, options: dict[str, Any]) -> Subject:
         from kvconv.converter.model_sizes import read_sizes
     dtype: ActivationDtype = options.pop("dtype") or "float32"
     cache_dtype: CacheDtype = options.pop("kv_cache_dtype") or dtype
-    planned = read_sizes(model, dtype=dtype, cache_dtype=cache_dtype, **options)
+    ring = not options.pop("no_ring")
+    planned = read_sizes(model, dtype=dtype, cache_dtype=cache_dtype, ring=ring, **options)
     return Subject(
         name=planned.name,
         architecture=planned.architecture,

@@ -1,10 +1,10 @@
 """What `kvconv plan` advises: one sentence each, with the figures that are its reason."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvconv.manifest import CacheDtype, CacheLayer
+from kvconv.manifest import CacheDtype, CacheLayer, ring_capacity
 from kvconv.plan import (
     SCORES_COPIES,
     DecoderSizes,
@@ -97,20 +97,39 @@ def _cache_advice(subject: Subject, planned: Plan) -> list[str]:
         sentences.append(
             f"smaller elements: with --kv-cache-dtype {_size(now)} of cache would be {listed}"
         )
-    rings = tuple(
-        dataclasses.replace(
-            layer, capacity=min(layer.window_size or planned.context, planned.context)
-        )
-        for layer in layers
-    )
-    ring_bytes = _cache_bytes(rings, planned)
-    if ring_bytes < now:
-        windowed = sum(layer.window_size is not None for layer in rings)
-        sentences.append(
-            f"rings: {windowed} of {len(rings)} layers see a window only; with no more slots than "
-            f"that the cache would be {_size(ring_bytes)} instead of {_size(now)}; {_LATER}"
-        )
+    sentences += _ring_advice(subject, planned)
     return sentences + _heads_advice(subject, planned)
+
+
+def _ring_advice(subject: Subject, planned: Plan) -> list[str]:
+    """Return what layers with a window save, or would save, by keeping no more than that."""
+    layers, now = subject.sizes.cache_layers, planned.cache_bytes
+    rings = [layer for layer in layers if layer.capacity is not None]
+    if rings:
+        whole = _cache_bytes(_with_rings(layers, lambda layer: None), planned)
+        if whole == now:
+            return []
+        return [
+            f"rings help already: {len(rings)} of {len(layers)} layers keep the tokens of their "
+            f"window only, or the cache would be {_size(whole)}"
+        ]
+    limit = subject.max_sequence_length
+    with_rings = _with_rings(layers, lambda layer: ring_capacity(layer.window_size, limit))
+    ring_bytes = _cache_bytes(with_rings, planned)
+    if ring_bytes == now:
+        return []
+    windowed = sum(layer.window_size is not None for layer in layers)
+    return [
+        f"rings: {windowed} of {len(layers)} layers see a window only; exported with --attention "
+        f"flash and without --no-ring they keep little more than that, and the cache is "
+        f"{_size(ring_bytes)} instead of {_size(now)}"
+    ]
+
+
+def _with_rings(
+    layers: Sequence[CacheLayer], capacity_of: Callable[[CacheLayer], int | None]
+) -> list[CacheLayer]:
+    return [dataclasses.replace(layer, capacity=capacity_of(layer)) for layer in layers]
 
 
 def _heads_advice(subject: Subject, planned: Plan) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import FLOAT_CACHE, FLOAT_WEIGHTS, Manifest, Verification
+from kvconv.manifest import FLOAT_CACHE, FLOAT_WEIGHTS, RING_SLACK, Manifest, Verification
 from kvconv.verify.logits import FLOAT_CACHES, Limits, compare_logits
 from kvconv.verify.reference import MAX_LOGITS, Continuation, FloatArray, Reference
 
@@ -63,10 +63,13 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
 
     # 5. rewind and re-prompt, on the same cache
     again = reference.reprompted
+    if length // 2 < cache.shortest_rewind:  # rings: fewer tokens, which they can take back
+        cache.reset()
+        known = length // 2 + cache.most_new_tokens - 1
+        _run(session, cache, prompt.input_ids[:known], num_logits_to_keep=1)
     cache.rewind(length // 2)
-    found = session.run(
-        cache, _row(again.input_ids[length // 2 :]), num_logits_to_keep=len(again.positions)
-    )[0]
+    tail = again.input_ids[length // 2 :]
+    found = _run(session, cache, tail, num_logits_to_keep=len(again.positions))
     check("rewind and re-prompt", found, again.logits)
 
     # 2. chunked prefill
@@ -84,6 +87,12 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
             "left-padded batch",
             *_padded_batch(session, reference.rows, pad_id=manifest.pad_token_id or 0),
         )
+    if ring := max((layer.capacity or 0 for layer in manifest.cache_layers), default=0):
+        if ring >= len(decoded.input_ids):
+            not_checked += (
+                f"rings: {len(decoded.input_ids)} tokens do not fill one of {ring} slots; kvconv "
+                f"verify --prompt-tokens {ring + RING_SLACK} does",
+            )
     if not flavour.batched_chunks:
         not_checked += (f"chunks of a batch: the {manifest.attention} flavour takes none",)
 
@@ -107,7 +116,7 @@ def _own_reference(session: "Session", reference: Reference, prompt: FloatArray)
     def run(part: Continuation) -> Continuation:
         cache, first = session.new_cache(1, len(part.input_ids)), part.positions[0]
         kept = len(part.input_ids) - first
-        logits = session.run(cache, _row(part.input_ids), num_logits_to_keep=kept)[0]
+        logits = _run(session, cache, part.input_ids, num_logits_to_keep=kept)
         return replace(part, logits=logits[np.array(part.positions) - first])
 
     return replace(
@@ -122,7 +131,7 @@ def _own_reference(session: "Session", reference: Reference, prompt: FloatArray)
 def _whole(
     session: "Session", cache: "KVCache", prompt: Continuation
 ) -> tuple[FloatArray, FloatArray]:
-    """Prefill in one run; return found and wanted logits at the positions that it can give.
+    """Prefill in one run, or in few where rings take no more; return found and wanted logits.
 
     A graph gives the logits of the last tokens only. Where those of all tokens are too many, the
     positions before them are left to the chunked prefill.
@@ -131,7 +140,7 @@ def _whole(
     fits = length * vocab_size <= _MAX_WHOLE_LOGITS
     kept = length if fits else min(length, max(1, MAX_LOGITS // vocab_size))
     first = next(i for i, position in enumerate(prompt.positions) if position >= length - kept)
-    logits = session.run(cache, _row(prompt.input_ids), num_logits_to_keep=kept)[0]
+    logits = _run(session, cache, prompt.input_ids, num_logits_to_keep=kept)
     rows = np.array(prompt.positions[first:]) - (length - kept)
     return logits[rows], prompt.logits[first:]
 
@@ -153,6 +162,25 @@ def _chunked(session: "Session", cache: "KVCache", prompt: Continuation) -> Floa
         logits = session.run(cache, chunk, num_logits_to_keep=kept)[0]
         pieces.append(logits[positions[(positions >= first) & (positions < end)] - first])
         start, turn = end, turn + 1
+    return np.concatenate(pieces)
+
+
+def _run(
+    session: "Session", cache: "KVCache", input_ids: list[int], *, num_logits_to_keep: int
+) -> FloatArray:
+    """Run tokens in the largest pieces that the cache takes, most often one.
+
+    Returns:
+        [num_logits_to_keep, vocab_size] float32.
+    """
+    length, first = len(input_ids), len(input_ids) - num_logits_to_keep
+    pieces = []
+    for start in range(0, length, cache.most_new_tokens):
+        end = min(start + cache.most_new_tokens, length)
+        kept = end - max(start, first)
+        piece = _row(input_ids[start:end])
+        logits = session.run(cache, piece, num_logits_to_keep=max(1, kept))[0]
+        pieces.append(logits[: max(0, kept)])
     return np.concatenate(pieces)
 
 

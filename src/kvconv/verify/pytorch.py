@@ -10,6 +10,7 @@ import torch
 
 from kvconv.converter.quiet import quiet
 from kvconv.errors import UnsupportedModelError
+from kvconv.manifest import RING_SLACK
 from kvconv.verify.reference import MAX_LOGITS, Continuation, Reference
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def _lengths(
 ) -> tuple[int, int, tuple[str, ...]]:
     """Return the prompt's length, the decode steps, and what the prompt does not reach."""
     window = _largest_window(config)
-    crossing = 2 * window + 90 if window is not None else 0
+    # Twice, and beyond where a ring wraps.
+    crossing = window + max(window, RING_SLACK) + 90 if window is not None else 0
     length = prompt_tokens or PROMPT_TOKENS
     if prompt_tokens is None and window is not None and window <= MAX_CROSSED_WINDOW:
         length = max(length, crossing)

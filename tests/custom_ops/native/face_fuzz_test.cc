@@ -71,9 +71,13 @@ Run make_run(Random& random) {
     randomize(random, add(input, type, std::move(shape)), has_specials);
   };
 
-  const bool gives_length = random.chance(40);
+  const bool ring = random.chance(20);
+  const std::int64_t window = ring || random.chance(30) ? random.pick(edges) : 0;
+  const bool gives_length = ring || random.chance(40);
   const bool concat = !gives_length && random.chance(40);
-  const std::int64_t capacity = concat ? past : total + (random.chance(40) ? 0 : random.below(70));
+  const std::int64_t ring_slots = window + std::max<std::int64_t>(new_tokens, 1) - 1;
+  const std::int64_t slots = ring ? std::min(ring_slots, total) : total;
+  const std::int64_t capacity = concat ? past : slots + (random.chance(40) ? 0 : random.below(70));
   run.in_place = !concat && random.chance(60);
   if (random.chance(30)) {  // packed
     add_floats(kQuery, activation,
@@ -86,7 +90,8 @@ Run make_run(Random& random) {
   add_floats(kPastKey, element_type(run.cache), {batch, kv_heads, capacity, width});
   add_floats(kPastValue, element_type(run.cache), {batch, kv_heads, capacity, value_width});
   if (!gives_length || random.chance(50)) {
-    const std::int64_t mask_width = gives_length && random.chance(50) ? capacity : total;
+    const std::int64_t mask_width =
+        gives_length && random.chance(50) ? std::max(capacity, total) : total;
     FakeTensor& mask = add(kAttentionMask, ort::kInt64, {batch, mask_width});
     const int percent = random.pick<int>({0, 0, 10, 90, 100});
     for (std::int64_t i = 0; i < mask.size(); ++i) {
@@ -121,10 +126,11 @@ Run make_run(Random& random) {
 
   run.attributes.ints["num_heads"] = heads;
   run.attributes.ints["kv_num_heads"] = kv_heads;
-  if (random.chance(30)) {
+  if (window > 0) {
     run.attributes.ints["window_size"] =
-        random.chance(10) ? std::numeric_limits<std::int64_t>::max() : random.pick(edges);
+        !ring && random.chance(10) ? std::numeric_limits<std::int64_t>::max() : window;
   }
+  if (ring) run.attributes.strings["cache_mode"] = "ring";
   if (random.chance(20)) run.attributes.ints["causal"] = 0;
   if (random.chance(20)) run.attributes.floats["softcap"] = 2.0F;
   if (random.chance(20)) run.attributes.floats["scale"] = 0.1F;
@@ -171,7 +177,7 @@ std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
   return outputs;
 }
 
-// Compares one cache's slots below `used`; above, nothing may differ from `before`.
+// Compares one cache's rows below `used`; above, nothing may differ from `before`.
 void check_cache(const FakeTensor& actual, const FakeTensor& expected, std::int64_t used,
                  const FakeTensor* before, DataType type, const std::string& what) {
   const std::int64_t row = actual.shape[3];
@@ -245,7 +251,8 @@ bool execute(std::uint64_t seed) {
   for (const auto& [present, past] :
        {std::pair{kPresentKey, kPastKey}, std::pair{kPresentValue, kPastValue}}) {
     if (context.outputs[present]->size() == 0) continue;
-    check_cache(*context.outputs[present], *expected[present], used,
+    const std::int64_t rows = std::min(used, context.outputs[present]->shape[2]);
+    check_cache(*context.outputs[present], *expected[present], rows,
                 run.in_place ? originals[past].get() : nullptr, run.cache, what + ", present");
   }
   return true;
