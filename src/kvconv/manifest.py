@@ -209,7 +209,8 @@ class Verification:
                 if check.name == FLOAT_CACHE:
                     remedy = (
                         "Keys and values that lose too much in so few bits need "
-                        "--kv-cache-dtype int8, or float16"
+                        "--kv-cache-dtype int8, or float16; so does a mixture of experts in which "
+                        "they send tokens to others"
                     )
                 elif check.name == FLOAT_WEIGHTS:
                     remedy = (
