@@ -239,7 +239,9 @@ def command(*arguments: object) -> str:
 
 def test_commands_drive_rings_and_count_them(folders, tmp_path) -> None:
     ring, whole = folders
-    assert "window 4, a ring of 260 slots" in command("inspect", ring)
+    text = command("inspect", ring)
+    assert "window 4, a ring of 260 slots" in text
+    assert "256 bytes per token and sequence, 128 once rings are full" in text
     (tmp_path / "prompts").write_text(f"{'a' * 700}\n{'b' * 20}\n")
     arguments = ["--prompts", tmp_path / "prompts", "--batch-size", 2, "--max-new-tokens", 300]
     assert command("run", ring, *arguments) == command("run", whole, *arguments)
