@@ -4,11 +4,13 @@ The model is made on PyTorch's meta device, where tensors have shapes and no mem
 tokens there: cache shapes come from what it returns, as in an export.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvconv.cache_layout import ELEMENT_BYTES
 from kvconv.converter.decoder_spec import (
@@ -111,7 +113,7 @@ def _sizes(
         ) from error
     lengths = (max_positions(config), fixed_length(config))
     max_sequence_length = min((length for length in lengths if length), default=None)
-    windows = [getattr(layer, "sliding_window", None) for layer in cache_layers(output)]
+    windows = _windows(config, cache_layers(output))
     rings = [ring_capacity(window, max_sequence_length) if ring else None for window in windows]
     layers = tuple(
         CacheLayer(
@@ -138,6 +140,19 @@ def _sizes(
         max_sequence_length=max_sequence_length,
         sizes=sizes,
     )
+
+
+def _windows(config: PreTrainedConfig, layers: Sequence[Any]) -> list[int | None]:
+    """Return the tokens that a query of each cache layer sees, as an export finds them."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    kinds = getattr(config, "attention_layers", None) or kinds  # GPT-Neo
+    windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in layers]
+    for index, kind in enumerate(kinds[: len(windows)]):
+        if kind == "local":  # its cache keeps all tokens
+            windows[index] = config.window_size
+        elif kind == "chunked_attention":  # a chunk is no window: its mask stays a bias
+            windows[index] = None
+    return windows
 
 
 def _note(order: list[str], name: str, *_: object) -> None:

@@ -42,6 +42,27 @@ def two_layers(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def gemma_3(tmp_path_factory) -> str:
+    """Give the shape of Gemma 3 270M: 15 of its 18 layers see 512 tokens."""
+    folder = tmp_path_factory.mktemp("gemma-3")
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "max_position_embeddings": 32768,
+        "vocab_size": 262144,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 @pytest.fixture
 def bundle(tmp_path) -> str:
     return str(write_bundle(tmp_path / "a bundle", attention="flash"))
@@ -97,6 +118,25 @@ def test_long_context_advises_on_the_cache_with_figures(llama_70b):
     assert "MQA would make it 42.95 GB" in text
     assert "pays from 2880 tokens on" in text  # 36864 x 5 x 4 bytes / (64 heads x 4 bytes)
     assert "leave 171.80 GB idle" in text
+
+
+def test_rings_take_a_quarter_of_gemma_3s_cache_and_the_advice_says_so(gemma_3):
+    flags = ["--context", "8192", "--batch", "4"]
+    ring, whole = report(gemma_3, *flags), report(gemma_3, *flags, "--no-ring")
+    # A slot takes 2 x 256 x 4 bytes: 4 rows x (15 x 768 + 3 x 8192) slots, and 4 x 18 x 8192.
+    assert ring["cache_bytes"] == 4 * 36_096 * 2048 == 295_698_432
+    assert whole["cache_bytes"] == 4 * 147_456 * 2048 == 1_207_959_552
+    assert [part["slots"] for part in ring["cache"]] == [768, 8192]
+    assert [part["slots"] for part in whole["cache"]] == [8192, 8192]
+    assert ring["run_tokens"] == 4 * 256
+    assert any(
+        "rings help already: 15 of 18 layers" in text and "would be 1.21 GB" in text
+        for text in ring["advice"]
+    )
+    assert any(
+        "15 of 18 layers see a window only" in text and "295.7 MB instead of 1.21 GB" in text
+        for text in whole["advice"]
+    )
 
 
 def test_model_without_shared_heads_is_told_what_they_would_save(tmp_path):
@@ -166,7 +206,7 @@ def test_memory_is_what_is_free_by_default(bundle, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [["--dtype", "float16"], ["--weights", "int4"], ["--kv-cache-dtype", "int8"]],
+    [["--dtype", "float16"], ["--weights", "int4"], ["--kv-cache-dtype", "int8"], ["--no-ring"]],
     ids=" ".join,
 )
 def test_options_of_an_export_are_refused_for_a_bundle(bundle, options):

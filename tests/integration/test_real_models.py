@@ -31,6 +31,7 @@ from kvconv.names import (
     present_key,
     present_value,
 )
+from kvconv.plan import kv_cache_bytes
 from kvconv.runtime import Bundle, Conversation, Generator, SamplingParams
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
@@ -114,6 +115,26 @@ def test_greedy_tokens_equal_transformers(real):
         events = generator.generate([generator.encode(prompt)], SamplingParams(max_new_tokens=48))
         found = [event.token_id for event in events]
         assert found == wanted[0, inputs.shape[1] :].tolist(), prompt
+
+
+@pytest.mark.parametrize("real", ["gemma3"], indirect=True)
+def test_rings_take_a_quarter_and_give_transformers_logits_after_wrapping_twice(real):
+    """2000 tokens cross the window of 512 three times, and wrap a ring of 768 slots twice."""
+    import torch
+
+    (_, bundle, loaded), limit = real, 8192
+    generator = Generator.open(bundle)
+    text = "\n".join(f"{number}. {PROMPTS[number % 9]}" for number in range(300))
+    ids = np.array([generator.encode(text)[:2000]])
+    cache = generator.session.new_cache(1, limit)
+    layers = generator.session.manifest.cache_layers
+    assert cache.nbytes == kv_cache_bytes(layers, batch_size=1, max_sequence_length=limit)
+    whole = [dataclasses.replace(layer, capacity=None) for layer in layers]
+    assert cache.nbytes <= kv_cache_bytes(whole, batch_size=1, max_sequence_length=limit) / 4
+    found = generator.prefill(cache, ids)[0, -1]
+    with torch.inference_mode():
+        wanted = loaded.model(torch.tensor(ids), use_cache=False, logits_to_keep=1).logits[0, -1]
+    np.testing.assert_allclose(found, wanted.numpy(), atol=MAX_ABS["gemma3"], rtol=0)
 
 
 @pytest.mark.parametrize(("name", "new_tokens"), [("smollm2", 16), ("gemma3", 6)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvconv import names
-from kvconv.errors import CacheFullError
+from kvconv.errors import CacheFullError, RewindError
 from kvconv.manifest import CacheLayer
 from kvconv.plan import kv_cache_bytes
 from kvconv.runtime.kv_cache import ConcatCache, SharedBufferCache
@@ -154,6 +154,33 @@ def test_rewind_outside_is_refused(cache, length):
     with pytest.raises(ValueError, match=r"\[0, 6\]"):
         cache.rewind(length)
     assert cache.length == 6
+
+
+def test_run_that_fails_counts_as_written_by_a_ring():
+    layer = CacheLayer(1, 2, 2, "float32", window_size=3, cache_mode="ring", capacity=5)
+    cache = SharedBufferCache((layer,), 1, 16, RecordingBinding)
+    for _ in range(6):
+        cache.prepare_run(1)
+        cache.commit_run(1)
+    assert (cache.length, cache.most_new_tokens, cache.shortest_rewind) == (6, 3, 3)
+    cache.prepare_run(2)  # tokens 1 and 2 are overwritten, whatever comes of it
+    assert (cache.length, cache.shortest_rewind) == (6, 5)
+    with pytest.raises(RewindError, match="forget 2 of its 6 tokens.* 1 can be taken back"):
+        cache.rewind(4)
+    cache.rewind(5)
+
+
+def test_ring_reads_the_length_of_every_run_in_place():
+    layer = CacheLayer(1, 2, 2, "float32", window_size=3, cache_mode="ring", capacity=5)
+    cache = SharedBufferCache((layer,), 1, 16, RecordingBinding)
+    bound = cache.prepare_run(1).inputs[names.PAST_SEQUENCE_LENGTH]
+    found = []
+    for tokens in (2, 3, 1):
+        assert cache.prepare_run(tokens).inputs[names.PAST_SEQUENCE_LENGTH] is bound
+        found.append(bound.numpy().tolist())
+        cache.commit_run(tokens)
+    assert found == [[0], [2], [5]]
+    assert names.PAST_SEQUENCE_LENGTH not in make(SharedBufferCache).prepare_run(1).inputs
 
 
 def test_reset_empties(cache):

@@ -4,6 +4,7 @@ The decoder has windows of 4 tokens, so its rings have 260 slots: 900 tokens wra
 """
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner
 
 from kvconv import names
+from kvconv.cli import main
 from kvconv.errors import BundleError, CacheFullError, RewindError
 from kvconv.manifest import RING_SLACK, read_manifest
 from kvconv.plan import bundle_sizes, plan
@@ -226,6 +229,48 @@ def test_conversation_starts_over_where_a_ring_has_lost_the_past(pair: Pair) -> 
         cached.append((ring.turn.cached_tokens, whole.turn.cached_tokens))
     assert cached[1][0] == 0 < cached[1][1]  # 300 tokens back are too many,
     assert cached[2][0] == cached[2][1] > 0  # 40 are not
+
+
+def command(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_commands_drive_rings_and_count_them(folders, tmp_path) -> None:
+    ring, whole = folders
+    text = command("inspect", ring)
+    assert "window 4, a ring of 260 slots" in text
+    assert "256 bytes per token and sequence, 128 once rings are full" in text
+    (tmp_path / "prompts").write_text(f"{'a' * 700}\n{'b' * 20}\n")
+    arguments = ["--prompts", tmp_path / "prompts", "--batch-size", 2, "--max-new-tokens", 300]
+    assert command("run", ring, *arguments) == command("run", whole, *arguments)
+    depths = ["--depths", 600, "--gen", 20, "--threads", 1, "--json"]
+    whats = [json.loads(line)["what"] for line in command("bench", ring, *depths).splitlines()]
+    assert whats[0] == "prefill"
+    planned = json.loads(command("plan", ring, "--context", 1000, "--json"))
+    assert [part["slots"] for part in planned["cache"]] == [260, 1000]
+
+
+@pytest.mark.parametrize("name", ["run", "plan", "bench"])
+def test_commands_refuse_chunks_that_rings_cannot_take(folders, name: str) -> None:
+    prompt = ["Hi"] if name == "run" else []
+    result = CliRunner().invoke(main, [name, str(folders[0]), *prompt, "--prefill-chunk", "257"])
+    assert result.exit_code == 1
+    assert "--prefill-chunk is 257, and the ring caches of this bundle take at most 256" in (
+        result.stderr
+    )
+
+
+def test_plan_of_the_model_counts_what_each_export_makes(folders, checkpoint) -> None:
+    from kvconv.converter.model_sizes import read_sizes
+
+    model = str(checkpoint("gemma3_text", max_position_embeddings=2000))
+    for folder, is_ring in zip(folders, (True, False), strict=True):
+        planned = read_sizes(
+            model, dtype="float32", weights=None, cache_dtype="float32", ring=is_ring
+        )
+        assert planned.sizes.cache_layers == read_manifest(folder).cache_layers
 
 
 def test_graph_without_the_length_is_refused_for_a_manifest_with_rings(folders, tmp_path) -> None:

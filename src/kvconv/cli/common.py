@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from kvconv.errors import KvconvError, MissingDependencyError
+from kvconv.manifest import RING_SLACK
 from kvconv.plan import PREFILL_CHUNK_TOKENS
 
 _PIPE_CLOSED = 141  # 128 and SIGPIPE's number
@@ -42,7 +43,8 @@ trust_remote_code_option = click.option(
 prefill_chunk_option = click.option(
     "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
     help="Tokens of a prompt that run at once: more take more memory. Changes results by "
-    f"rounding alone. [default: {PREFILL_CHUNK_TOKENS}; whole prompts in batches of a gqa bundle]",
+    f"rounding alone. [default: {PREFILL_CHUNK_TOKENS}; {RING_SLACK}, and no more, with rings; "
+    "whole prompts in batches of a gqa bundle]",
 )  # fmt: skip
 spin_option = click.option(
     "--spin/--no-spin", default=True, show_default=True, envvar="KVCONV_SPIN", show_envvar=True,

@@ -42,7 +42,12 @@ def command(bundle: Path, check: bool, as_json: bool) -> None:
             f"{quantization.accuracy_level}"
         )
     click.echo(f"max sequence  {manifest.max_sequence_length} tokens")
-    click.echo(f"KV cache      {report['cache_bytes_per_token']:,} bytes per token and sequence")
+    whole = [layer for layer in manifest.cache_layers if layer.capacity is None]
+    later = kv_cache_bytes(whole, batch_size=1, max_sequence_length=1)
+    rings = "" if len(whole) == len(manifest.cache_layers) else f", {later:,} once rings are full"
+    click.echo(
+        f"KV cache      {report['cache_bytes_per_token']:,} bytes per token and sequence{rings}"
+    )
     for line in report["layers_summary"]:
         click.echo(f"              {line}")
     if report["ops"] is None:

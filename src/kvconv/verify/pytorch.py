@@ -123,11 +123,12 @@ def _prompt_ids(
 
 
 def _largest_window(config: Any) -> int | None:
-    """Return the tokens after which some layer forgets: a sliding window, or a chunk (llama4)."""
+    """Return the tokens after which some layer forgets: a window, or a chunk (llama4)."""
     used = getattr(config, "use_sliding_window", True)
     sizes = [
         getattr(config, "sliding_window", None) if used else None,
         getattr(config, "attention_chunk_size", None),
+        getattr(config, "window_size", None),  # gpt_neo
     ]
     return max((size for size in sizes if isinstance(size, int) and size), default=None)
 

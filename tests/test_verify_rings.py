@@ -1,0 +1,31 @@
+"""Verification of bundles with rings, over prompts that wrap them."""
+
+from pathlib import Path
+
+import pytest
+
+from kvconv.converter import export
+from kvconv.converter.model_sizes import read_sizes
+from kvconv.manifest import read_manifest
+from kvconv.verify import Verifier
+from tiny_decoders import save_tiny
+
+pytestmark = pytest.mark.kinds
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rings"), [("mistral", 2), ("gpt_oss", 1), ("gpt_neo", 1), ("llama4_text", 0)]
+)
+def test_verification_wraps_the_rings_and_the_plan_counts_them(
+    kind: str, num_rings: int, tmp_path: Path
+) -> None:
+    """The rewind check goes beyond what the prompt's rings can take back, and starts over."""
+    model = str(save_tiny(tmp_path / "model", kind, max_position_embeddings=4096))
+    report = export(model, tmp_path / "bundle", verifier=Verifier(prompt_tokens=700, threads=1))
+    assert report.rewrites["ring"] == num_rings
+    assert report.verification.status == "passed"
+    assert report.verification.not_checked == ()
+    manifest = read_manifest(tmp_path / "bundle")
+    assert sum(layer.cache_mode == "ring" for layer in manifest.cache_layers) == num_rings
+    planned = read_sizes(model, dtype="float32", weights=None, cache_dtype="float32")
+    assert planned.sizes.cache_layers == manifest.cache_layers
