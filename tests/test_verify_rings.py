@@ -29,3 +29,11 @@ def test_verification_wraps_the_rings_and_the_plan_counts_them(
     assert sum(layer.cache_mode == "ring" for layer in manifest.cache_layers) == num_rings
     planned = read_sizes(model, dtype="float32", weights=None, cache_dtype="float32")
     assert planned.sizes.cache_layers == manifest.cache_layers
+
+
+def test_prompt_that_fills_no_ring_is_named_as_not_checked(tmp_path: Path) -> None:
+    model = str(save_tiny(tmp_path / "model", "mistral", max_position_embeddings=4096))
+    report = export(model, tmp_path / "bundle", verifier=Verifier(prompt_tokens=24, threads=1))
+    (sentence,) = report.verification.not_checked
+    assert "40 tokens do not fill one of 260 slots" in sentence
+    assert "--prompt-tokens 516" in sentence
