@@ -102,7 +102,7 @@ def test_kl_is_the_mean_over_positions_in_nats():
     assert compare_logits("x", found, wanted, LIMITS).kl == pytest.approx(exact / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8 cache", "int4 cache"])
 @pytest.mark.parametrize("scale", [1e-3, 0.05, 1.0, 30.0])
 def test_unrelated_logits_fail_at_every_scale(dtype, scale):
     random = np.random.default_rng(5)

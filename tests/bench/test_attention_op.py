@@ -59,6 +59,30 @@ def test_point_holds_both_ops_and_the_roofs(what, variant, roofs) -> None:
     assert point.percent_of_roofs[first] == pytest.approx(100 * point.rate / roofs[first])
 
 
+@pytest.mark.parametrize("cache", ["int8", "int4"])
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_quantised_cache_is_measured_beside_a_float_one(what, cache) -> None:
+    (point,) = measure_attention([Case(what, 40, HEADS, cache=cache)], threads=1, repeats=2)
+    assert point.float_seconds > 0
+    assert point.float_seconds != point.seconds
+
+
+def test_quantised_cache_of_other_keys_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize = attention_op._quantized
+    monkeypatch.setattr(
+        attention_op, "_quantized", lambda case, caches: quantize(case, [[-x for x in caches[0]]])
+    )
+    monkeypatch.setattr(attention_op, "_MAX_NODES", 1)
+    with pytest.raises(KvconvError, match="differ by"):
+        next(measure_attention([Case("decode", 24, HEADS, cache="int8")], threads=1, repeats=1))
+
+
+def test_bytes_of_quantised_caches() -> None:
+    heads = Heads(num_heads=4, kv_num_heads=2, head_dim=48)
+    assert Case("decode", 10, heads, cache="int8").cache_bytes == 10 * 2 * 2 * (48 + 2 * 2)
+    assert Case("decode", 10, heads, cache="int4").cache_bytes == 10 * 2 * (2 * 36 + 4 * 2)
+
+
 def test_work_of_a_case() -> None:
     decode = Case("decode", 10, HEADS, batch=3)
     assert decode.cache_bytes == 3 * 10 * (2 * 2 * 16) * 4

@@ -183,8 +183,12 @@ void run(const AttentionParams& p, void* workspace, const ParallelFor& parallel_
 
 }  // namespace
 
-#if defined(KVCONV_USE_AVX512)
+#if defined(KVCONV_USE_AVX512) && defined(KVCONV_USE_VNNI)
+extern const FlashKernel kFlashAvx512Vnni = {"avx512vnni", workspace_bytes, run};
+#elif defined(KVCONV_USE_AVX512)
 extern const FlashKernel kFlashAvx512 = {"avx512", workspace_bytes, run};
+#elif defined(KVCONV_USE_AVX2) && defined(KVCONV_USE_VNNI)
+extern const FlashKernel kFlashAvxVnni = {"avxvnni", workspace_bytes, run};
 #elif defined(KVCONV_USE_AVX2)
 extern const FlashKernel kFlashAvx2 = {"avx2", workspace_bytes, run};
 #else

@@ -165,10 +165,40 @@ static inline Pair load_pair(const GroupCodes& group, int j, float scale) {
   return load_int5_pair(group.codes + j, group.fifth_bits >> j, scale);
 }
 
-// Widens `count` rows to float32, [count, width] with up to a group more behind the last.
+template <int groups>
+void widen_scales_of(const std::uint16_t* scales, std::int64_t count, float* target,
+                     std::int64_t stride) {
+  for (std::int64_t t = 0; t < count; ++t) {
+    for (int g = 0; g < groups; ++g) {
+      target[g * stride + t] = bfloat16_to_float(scales[t * groups + g]);
+    }
+  }
+}
+
+// Widens the scales [count, groups] of `count` rows to float32 [groups, stride].
+void widen_scales(const std::uint16_t* scales, std::int64_t count, std::int64_t groups,
+                  float* target, std::int64_t stride) {
+  switch (groups) {  // the compiler has vectors for these
+    case 1:
+      return widen_scales_of<1>(scales, count, target, stride);
+    case 2:
+      return widen_scales_of<2>(scales, count, target, stride);
+    case 4:
+      return widen_scales_of<4>(scales, count, target, stride);
+    default:
+      for (std::int64_t g = 0; g < groups; ++g) {
+        for (std::int64_t t = 0; t < count; ++t) {
+          target[g * stride + t] = bfloat16_to_float(scales[t * groups + g]);
+        }
+      }
+  }
+}
+
+// Widens `count` rows to float32, [count, width] with up to a group more behind the last. Scales
+// are [groups, stride].
 template <DataType type>
-void widen_rows(const char* rows, const float* scales, std::int64_t count, std::int64_t width,
-                float* target) {
+void widen_rows(const char* rows, const float* scales, std::int64_t stride, std::int64_t count,
+                std::int64_t width, float* target) {
   const std::int64_t groups = num_groups(width);
   std::uint8_t part[kGroupSize];
   for (std::int64_t t = 0; t < count; ++t) {
@@ -177,7 +207,7 @@ void widen_rows(const char* rows, const float* scales, std::int64_t count, std::
       const GroupCodes group = group_at<type>(row, g, width, part);
       float* numbers = target + t * width + g * kGroupSize;  // what is too much is written over
       for (int j = 0; j < 16; j += kLanes) {
-        const Pair pair = load_pair<type>(group, j, scales[t * groups + g]);
+        const Pair pair = load_pair<type>(group, j, scales[g * stride + t]);
         store(numbers + j, pair.first);
         store(numbers + 16 + j, pair.second);
       }

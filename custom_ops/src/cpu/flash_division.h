@@ -19,8 +19,8 @@ namespace {
 constexpr std::int64_t kStripRows = 3 * kLanes;  // rows whose scores are computed at once
 constexpr std::int64_t kMaxBlockRows = 96;       // rows that read a tile of keys after one another
 constexpr std::int64_t kKeyTile = 64;            // keys whose scores are held at once
-constexpr std::int64_t kFewRowsKeyTile = 128;    // the same where rows are few: at most,
-constexpr std::int64_t kFewRowsTileBytes = 16384;  // and about so many bytes of keys
+constexpr std::int64_t kFewRowsKeyTile = 256;    // the same where rows are few: at most (128
+constexpr std::int64_t kFewRowsTileBytes = 16384;  // of floats), and about so many bytes of keys
 constexpr std::int64_t kMinSplitKeys = 256;        // fewer are not worth the combining,
 constexpr std::int64_t kLeastSplitKeys = 64;       // unless there would be less than
 constexpr std::int64_t kLeastTasks = 4;            // tasks
@@ -86,7 +86,8 @@ Division divide(const AttentionParams& p) {
                         min_of(ceil_div(kLeastTasks, num_tasks), keys / kLeastSplitKeys));
   d.num_splits = d.is_serial ? 1 : max_of(1, d.num_splits);
   const std::int64_t fitting = kFewRowsTileBytes / row_bytes(key_type(p.cache_type), p.head_dim);
-  d.key_tile = d.has_few_rows ? max_of(32, min_of(fitting / 32 * 32, kFewRowsKeyTile)) : kKeyTile;
+  const std::int64_t most = is_quantized(p.cache_type) ? kFewRowsKeyTile : kFewRowsKeyTile / 2;
+  d.key_tile = d.has_few_rows ? max_of(32, min_of(fitting / 32 * 32, most)) : kKeyTile;
   const std::int64_t unit = is_quantized(p.cache_type) ? kGroupSize : kLanes;
   d.key_width = round_up(p.head_dim, unit);
   d.value_width = round_up(p.value_head_dim, unit);
@@ -154,6 +155,13 @@ Partial partial_at(float* memory, const Division& d) {
   return {memory, memory + d.block_rows, memory + round_up(2 * d.block_rows, 16)};
 }
 
+// Queries as whole numbers 256 * high + low, times a scale.
+struct QueryBytes {
+  std::int8_t* numbers = nullptr;  // [rows, (high, low), key_width]
+  std::int32_t* starts = nullptr;  // [rows, (high, low), groups]: see start_of
+  float* scales = nullptr;         // [rows]
+};
+
 // One worker's memory. Where rows are few: queries [rows, key_width], scores [rows, keys]. Else
 // each strip has its own queries [H, kStripRows] and sums [Hv, kStripRows], one after the other.
 struct Scratch {
@@ -162,16 +170,19 @@ struct Scratch {
   float* strips;      // running sums of the strips
   float* keys;        // [kKeyTile, H] and a group more, when the cache is not float32 and rows
   float* values;      // are many; [kKeyTile, Hv]
-  float* key_scales;  // [keys of a tile, groups of H], when the cache is quantised
+  float* key_scales;  // [groups of H, keys of a tile], when the cache is quantised
   float* value_scales;
-  float* rows;          // [kLanes, max(key_width, value_width, kKeyTile)]
-  float* bias;          // [kFewRowsKeyTile]
-  float* alpha;         // [rows]
-  float* slopes;        // [rows]
-  float* query_offset;  // [rows]: slot of the row's query, counted from the tile's first
-  float* first;         // [rows]: first key of the tile that the row sees
-  float* last;          // [rows]: and the one after the last
-  Partial partial;      // when the keys are not split
+  float* factors = nullptr;  // [rows, groups of Hv, keys of a tile]: weights times scales
+  QueryBytes bytes;          // the queries as whole numbers, when keys are multiplied as such,
+  float* words = nullptr;    // and the words of kLanes keys, [words of a key, kLanes]
+  float* rows;               // [kLanes, max(key_width, value_width, kKeyTile)]
+  float* bias;               // [kFewRowsKeyTile]
+  float* alpha;              // [rows]
+  float* slopes;             // [rows]
+  float* query_offset;       // [rows]: slot of the row's query, counted from the tile's first
+  float* first;              // [rows]: first key of the tile that the row sees
+  float* last;               // [rows]: and the one after the last
+  Partial partial;           // when the keys are not split
 };
 
 // Lays a Scratch out in memory and returns the number of floats it takes.
@@ -191,6 +202,15 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
   scratch->values = take(widens ? kKeyTile * p.value_head_dim + kGroupSize : 0);
   scratch->key_scales = take(d.key_tile * num_scales(p.cache_type, p.head_dim));
   scratch->value_scales = take(d.key_tile * num_scales(p.cache_type, p.value_head_dim));
+  if (is_quantized(p.cache_type) && d.has_few_rows) {
+    const std::int64_t groups = num_groups(p.head_dim);
+    const std::int64_t words = row_bytes(key_type(p.cache_type), p.head_dim) / 4;
+    scratch->factors = take(d.block_rows * num_groups(p.value_head_dim) * d.key_tile);
+    scratch->bytes.scales = take(d.block_rows);
+    scratch->bytes.starts = reinterpret_cast<std::int32_t*>(take(d.block_rows * groups * 2));
+    scratch->bytes.numbers = reinterpret_cast<std::int8_t*>(take(d.block_rows * d.key_width / 2));
+    scratch->words = take(kLanes * round_up(words, kLanes));
+  }
   scratch->rows = take(kLanes * max_of(max_of(d.key_width, d.value_width), kKeyTile));
   scratch->bias = take(kFewRowsKeyTile);
   scratch->alpha = take(lanes);

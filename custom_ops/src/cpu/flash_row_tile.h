@@ -9,6 +9,7 @@
 
 #include "flash_codes.h"
 #include "flash_division.h"
+#include "flash_dots.h"
 #include "kvconv/attention.h"
 #include "kvconv/float16.h"
 #include "vec.h"
@@ -151,7 +152,8 @@ void mix_block(const float* weights, std::int64_t weight_stride, const void* dat
 // The same as dot_block of rows that are codes; `codes` is where the first one's begin.
 template <DataType type, int rows, int keys>
 void dot_codes(const float* queries, std::int64_t query_stride, const char* codes,
-               const float* scales, std::int64_t width, float* scores, std::int64_t score_stride) {
+               const float* scales, std::int64_t scale_stride, std::int64_t width, float* scores,
+               std::int64_t score_stride) {
   const std::int64_t groups = num_groups(width);
   const std::int64_t bytes = row_bytes(type, width);
   std::uint8_t part[kGroupSize];
@@ -168,7 +170,7 @@ void dot_codes(const float* queries, std::int64_t query_stride, const char* code
       const GroupCodes group = group_at<type>(codes + t * bytes, g, width, part);
 #pragma GCC unroll 4
       for (int j = 0; j < 16; j += kLanes) {
-        const Pair pair = load_pair<type>(group, j, scales[t * groups + g]);
+        const Pair pair = load_pair<type>(group, j, scales[g * scale_stride + t]);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
           const float* numbers = query + r * query_stride + j;
@@ -189,11 +191,12 @@ void dot_codes(const float* queries, std::int64_t query_stride, const char* code
   }
 }
 
-// The same as mix_block of `groups` groups from group `first` on.
+// The same as mix_block of `groups` groups of codes from group `first` on; factors [rows, groups of
+// a value, factor_stride] are the weights times the groups' scales.
 template <DataType type, int rows, int groups>
-void mix_codes(const float* weights, std::int64_t weight_stride, const char* codes,
-               const float* scales, std::int64_t width, std::int64_t first, std::int64_t keys,
-               float* accumulator, std::int64_t stride, const float* alpha, Calls& calls) {
+void mix_codes(const float* factors, std::int64_t factor_stride, const char* codes,
+               std::int64_t width, std::int64_t first, std::int64_t keys, float* accumulator,
+               std::int64_t stride, const float* alpha, Calls& calls) {
   constexpr int vecs = static_cast<int>(kGroupSize) / kLanes;
   const std::int64_t row_groups = num_groups(width);
   const std::int64_t bytes = row_bytes(type, width);
@@ -207,21 +210,23 @@ void mix_codes(const float* weights, std::int64_t weight_stride, const char* cod
     }
   }
   for (std::int64_t t = 0; t < keys; ++t) {
-    calls.step();
-    Vec factors[rows];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) factors[r] = set(weights[r * weight_stride + t]);
+    if (t % 4 == 0) calls.step();
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
+      Vec factor[rows];
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        factor[r] = set(factors[(r * row_groups + first + g) * factor_stride + t]);
+      }
       const GroupCodes group = group_at<type>(codes + t * bytes, first + g, width, part);
 #pragma GCC unroll 4
       for (int v = 0; v < vecs / 2; ++v) {
-        const Pair pair = load_pair<type>(group, v * kLanes, scales[t * row_groups + first + g]);
+        const Pair pair = load_pair<type>(group, v * kLanes, 1.0F);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
           Vec* sum = &sums[r][g * vecs + v];
-          sum[0] = fma(factors[r], pair.first, sum[0]);
-          sum[vecs / 2] = fma(factors[r], pair.second, sum[vecs / 2]);
+          sum[0] = fma(factor[r], pair.first, sum[0]);
+          sum[vecs / 2] = fma(factor[r], pair.second, sum[vecs / 2]);
         }
       }
     }
@@ -232,6 +237,20 @@ void mix_codes(const float* weights, std::int64_t weight_stride, const char* cod
     for (int v = 0; v < groups * vecs; ++v)
       store(accumulator + r * stride + v * kLanes, sums[r][v]);
   }
+}
+
+// Calls body(first row, Constant of the number of rows) for groups of at most kMaxDotRows rows.
+template <typename Body>
+void for_each_row_group(std::int64_t num_rows, const Body& body) {
+  std::int64_t r = 0;
+  if constexpr (kMaxDotRows >= 4) {
+    for (; num_rows - r >= 4; r += 4) body(r, Constant<4>());
+  }
+  if constexpr (kMaxDotRows >= 3) {
+    for (; num_rows - r >= 3 && num_rows - r != 4; r += 3) body(r, Constant<3>());
+  }
+  for (; num_rows - r >= 2; r += 2) body(r, Constant<2>());
+  if (r < num_rows) body(r, Constant<1>());
 }
 
 // A tile of keys and values, and how it meets the rows.
@@ -250,7 +269,7 @@ void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
     if constexpr (is_quantized(type)) {
       dot_codes<key_type(type), rows, keys.value>(
           queries, d.key_width, tile.keys + t * row_bytes(key_type(type), p.head_dim),
-          tile.key_scales + t * num_groups(p.head_dim), p.head_dim, scores + t, kFewRowsKeyTile);
+          tile.key_scales + t, d.key_tile, p.head_dim, scores + t, kFewRowsKeyTile);
     } else {
       dot_block<type, rows, keys.value>(queries, d.key_width, tile.keys, t * p.head_dim, p.head_dim,
                                         scores + t, kFewRowsKeyTile);
@@ -264,14 +283,36 @@ void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
   for (; t < tile.count; ++t) dot(t, Constant<1>());
 }
 
+// The same for all rows at once, as whole numbers; the tile has at least kLanes keys.
+template <DataType type>
+void dot_all_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
+                  std::int64_t num_rows, const Scratch& scratch, Calls& calls) {
+  const std::int64_t num_words = row_bytes(type, p.head_dim) / 4;
+  for (std::int64_t block = 0; block < tile.count; block += kLanes) {
+    calls.step();
+    const std::int64_t t = min_of(block, tile.count - kLanes);  // the last block may overlap
+    const auto* keys = reinterpret_cast<const float*>(tile.keys) + t * num_words;
+    for (std::int64_t word = 0; word < num_words; word += kLanes) {
+      transpose_part(keys + word, num_words, min_of(kLanes, num_words - word),
+                     scratch.words + word * kLanes, kLanes);
+    }
+    for_each_row_group(num_rows, [&](std::int64_t r, auto count) {
+      dot_words<type, count.value>(d, scratch.bytes, r, scratch.words, num_words,
+                                   tile.key_scales + t, d.key_tile,
+                                   scratch.scores + r * kFewRowsKeyTile + t, kFewRowsKeyTile);
+    });
+  }
+}
+
+// weights: the factors of mix_codes where the cache is quantised.
 template <DataType type, int rows>
 void mix_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
               const float* weights, float* accumulator, const float* alpha, Calls& calls) {
   std::int64_t i = 0;
   if constexpr (is_quantized(type)) {
     const auto mix = [&](const auto& block) {
-      block(weights, kFewRowsKeyTile, tile.values, tile.value_scales, p.value_head_dim,
-            i / kGroupSize, tile.count, accumulator + i, d.value_width, alpha, calls);
+      block(weights, d.key_tile, tile.values, p.value_head_dim, i / kGroupSize, tile.count,
+            accumulator + i, d.value_width, alpha, calls);
     };
     constexpr std::int64_t kBlock = kMixGroups * kGroupSize;
     for (; i + kBlock <= d.value_width; i += kBlock) mix(mix_codes<type, rows, kMixGroups>);

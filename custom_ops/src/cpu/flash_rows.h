@@ -13,20 +13,6 @@
 namespace kvconv {
 namespace {
 
-// Calls body(first row, Constant of the number of rows) for groups of at most kMaxDotRows rows.
-template <typename Body>
-void for_each_row_group(std::int64_t num_rows, const Body& body) {
-  std::int64_t r = 0;
-  if constexpr (kMaxDotRows >= 4) {
-    for (; num_rows - r >= 4; r += 4) body(r, Constant<4>());
-  }
-  if constexpr (kMaxDotRows >= 3) {
-    for (; num_rows - r >= 3 && num_rows - r != 4; r += 3) body(r, Constant<3>());
-  }
-  for (; num_rows - r >= 2; r += 2) body(r, Constant<2>());
-  if (r < num_rows) body(r, Constant<1>());
-}
-
 // The keys of the first tile of a range.
 Memory first_keys(const AttentionParams& p, const Division& d, const Block& block,
                   const Range& range) {
@@ -98,19 +84,34 @@ void mix_skipping_zeros(const Cache& values, const Division& d, std::int64_t fir
 
 // The tile of `keys` keys from the cache's row `row` on, its scales widened.
 RowTile row_tile_at(const Cache& cached_keys, const Cache& cached_values, std::int64_t row,
-                    std::int64_t keys, const Scratch& scratch) {
-  widen(cached_keys.scales_at(row), DataType::kBFloat16, scratch.key_scales,
-        keys * cached_keys.num_scales);
-  widen(cached_values.scales_at(row), DataType::kBFloat16, scratch.value_scales,
-        keys * cached_values.num_scales);
+                    std::int64_t keys, std::int64_t key_tile, const Scratch& scratch) {
+  widen_scales(cached_keys.scales_at(row), keys, cached_keys.num_scales, scratch.key_scales,
+               key_tile);
+  widen_scales(cached_values.scales_at(row), keys, cached_values.num_scales, scratch.value_scales,
+               key_tile);
   return {cached_keys.row_at(row), cached_values.row_at(row), scratch.key_scales,
           scratch.value_scales, keys};
 }
 
+// Sets the factors of each row and group of a tile's values.
+void scale_weights(const Division& d, std::int64_t num_rows, std::int64_t keys,
+                   const Scratch& scratch) {
+  const std::int64_t groups = d.value_width / kGroupSize;
+  for (std::int64_t r = 0; r < num_rows; ++r) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      float* factors = scratch.factors + (r * groups + g) * d.key_tile;
+      for (std::int64_t t = 0; t < keys; t += kLanes) {
+        const Vec scale = load(scratch.value_scales + g * d.key_tile + t);
+        store(factors + t, mul(load(scratch.scores + r * kFewRowsKeyTile + t), scale));
+      }
+    }
+  }
+}
+
 template <DataType type>
 void attend_rows(const AttentionParams& p, const Division& d, const Block& block,
-                 const Range& range, const Memory& after, bool skips_zero_weights,
-                 const Scratch& scratch, const Partial& partial) {
+                 const Range& range, const Memory& after, bool multiplies_bytes,
+                 bool skips_zero_weights, const Scratch& scratch, const Partial& partial) {
   std::memset(partial.accumulator, 0,
               static_cast<std::size_t>(block.num_rows * d.value_width) * sizeof(float));
   const Cache cached_keys = keys_of(p);
@@ -121,13 +122,22 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
     const TileMask mask = tile_mask(p, block, slot, keys);
     if (mask.hides_all) continue;
     const std::int64_t cache_row = cache_row_of(p, block, slot);
-    const RowTile tile = row_tile_at(cached_keys, cached_values, cache_row, keys, scratch);
+    const RowTile tile =
+        row_tile_at(cached_keys, cached_values, cache_row, keys, d.key_tile, scratch);
     const std::int64_t row_groups = ceil_div(block.num_rows, kMaxDotRows);
-    Calls values({tile.values, keys * cached_values.bytes}, row_groups * (keys / kDotKeys));
-    for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
-      dot_rows<type, count.value>(p, d, tile, scratch.queries + r * d.key_width,
-                                  scratch.scores + r * kFewRowsKeyTile, values);
-    });
+    const Memory value_memory = {tile.values, keys * cached_values.bytes};
+    if (multiplies_bytes && keys >= kLanes) {
+      Calls values(value_memory, ceil_div(keys, kLanes));
+      if constexpr (is_quantized(type)) {
+        dot_all_rows<key_type(type)>(p, d, tile, block.num_rows, scratch, values);
+      }
+    } else {
+      Calls values(value_memory, row_groups * (keys / kDotKeys));
+      for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
+        dot_rows<type, count.value>(p, d, tile, scratch.queries + r * d.key_width,
+                                    scratch.scores + r * kFewRowsKeyTile, values);
+      });
+    }
     for (std::int64_t r = 0; r < block.num_rows; ++r) {
       scratch.alpha[r] =
           weigh_row(p, d, block, r, slot, keys, mask.keys, scratch.scores + r * kFewRowsKeyTile,
@@ -140,9 +150,16 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
     }
     const bool is_last = slot + keys == range.end;
     Calls next_keys(is_last ? after : first_keys(p, d, block, {slot + keys, range.end}),
-                    row_groups * keys);
+                    is_quantized(type) ? row_groups * ceil_div(keys, 4) : row_groups * keys);
+    const float* weights = scratch.scores;
+    std::int64_t row_weights = kFewRowsKeyTile;
+    if (is_quantized(type)) {
+      scale_weights(d, block.num_rows, keys, scratch);
+      weights = scratch.factors;
+      row_weights = cached_values.num_scales * d.key_tile;
+    }
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
-      mix_rows<type, count.value>(p, d, tile, scratch.scores + r * kFewRowsKeyTile,
+      mix_rows<type, count.value>(p, d, tile, weights + r * row_weights,
                                   partial.accumulator + r * d.value_width, scratch.alpha + r,
                                   next_keys);
     });
@@ -156,11 +173,18 @@ void attend_few_rows_of(const AttentionParams& p, const Division& d, const Block
   for (std::int64_t r = 0; r < block.num_rows; ++r) {
     load_query(p, d, block, r, scratch.queries + r * d.key_width);
   }
+  bool multiplies_bytes = false;
+  if constexpr (kMultipliesBytes && is_quantized(type)) {
+    const bool has_words = row_bytes(key_type(type), p.head_dim) % 4 == 0;
+    const int middle = type == DataType::kInt8 ? 128 : zero_point(key_type(type));
+    multiplies_bytes =
+        has_words && round_queries(d, scratch.queries, block.num_rows, scratch.bytes, middle);
+  }
   start_partial(p, d, block, range, partial);
-  attend_rows<type>(p, d, block, range, after, false, scratch, partial);
+  attend_rows<type>(p, d, block, range, after, multiplies_bytes, false, scratch, partial);
   if (has_nonfinite(partial.accumulator, block.num_rows * d.value_width)) {
     start_partial(p, d, block, range, partial);
-    attend_rows<type>(p, d, block, range, Memory{}, true, scratch, partial);
+    attend_rows<type>(p, d, block, range, Memory{}, multiplies_bytes, true, scratch, partial);
   }
 }
 

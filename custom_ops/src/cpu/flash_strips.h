@@ -65,16 +65,16 @@ const float* tile_of(const Cache& cache, std::int64_t row, std::int64_t keys, fl
                      float* scales) {
   const char* rows = cache.row_at(row);
   if (cache.type == DataType::kFloat32) return reinterpret_cast<const float*>(rows);
-  widen(cache.scales_at(row), DataType::kBFloat16, scales, keys * cache.num_scales);
+  widen_scales(cache.scales_at(row), keys, cache.num_scales, scales, kKeyTile);
   switch (cache.type) {
     case DataType::kInt8:
-      widen_rows<DataType::kInt8>(rows, scales, keys, cache.width, buffer);
+      widen_rows<DataType::kInt8>(rows, scales, kKeyTile, keys, cache.width, buffer);
       break;
     case DataType::kInt4:
-      widen_rows<DataType::kInt4>(rows, scales, keys, cache.width, buffer);
+      widen_rows<DataType::kInt4>(rows, scales, kKeyTile, keys, cache.width, buffer);
       break;
     case DataType::kInt5:
-      widen_rows<DataType::kInt5>(rows, scales, keys, cache.width, buffer);
+      widen_rows<DataType::kInt5>(rows, scales, kKeyTile, keys, cache.width, buffer);
       break;
     default:
       widen(rows, cache.type, buffer, keys * cache.width);

@@ -28,6 +28,15 @@ static inline Words low_nibbles(Words w) { return _mm256_and_si256(w, _mm256_set
 static inline Words high_nibbles(Words w) {
   return _mm256_and_si256(_mm256_srli_epi32(w, 4), _mm256_set1_epi8(15));
 }
+static inline Words low_nibbles_with_fifth(Words w, Words fifths, int first) {
+  const __m256i four = _mm256_and_si256(_mm256_srli_epi32(fifths, first), _mm256_set1_epi32(15));
+  // Bit i to bit 8 * i + 4; the products' other bits fall between.
+  const __m256i spread = _mm256_mullo_epi32(four, _mm256_set1_epi32(0x02040810));
+  return _mm256_or_si256(low_nibbles(w), _mm256_and_si256(spread, _mm256_set1_epi32(0x10101010)));
+}
+static inline Words high_nibbles_with_fifth(Words w, Words fifths, int first) {
+  return low_nibbles_with_fifth(_mm256_srli_epi32(w, 4), fifths, first);
+}
 static inline Words subtract_bytes(Words w, int number) {
   return _mm256_sub_epi8(w, _mm256_set1_epi8(static_cast<char>(number)));
 }

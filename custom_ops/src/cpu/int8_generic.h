@@ -42,6 +42,18 @@ static inline Words high_nibbles(Words w) {
   for (std::uint8_t& byte : w.bytes) byte >>= 4;
   return w;
 }
+// The halves of bytes with a fifth bit: bits [first, first + 4) of each lane of `fifths`.
+static inline Words low_nibbles_with_fifth(Words w, Words fifths, int first) {
+  for (int i = 0; i < 4 * kLanes; ++i) {
+    const int bit = first + i % 4;
+    const int fifth = fifths.bytes[i / 4 * 4 + bit / 8] >> (bit % 8) & 1;
+    w.bytes[i] = static_cast<std::uint8_t>((w.bytes[i] & 15) | fifth << 4);
+  }
+  return w;
+}
+static inline Words high_nibbles_with_fifth(Words w, Words fifths, int first) {
+  return low_nibbles_with_fifth(high_nibbles(w), fifths, first);
+}
 // Subtracts a number from every byte; they become signed.
 static inline Words subtract_bytes(Words w, int number) {
   for (std::uint8_t& byte : w.bytes) byte = static_cast<std::uint8_t>(byte - number);

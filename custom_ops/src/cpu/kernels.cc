@@ -14,6 +14,8 @@
 namespace kvconv {
 
 #if defined(KVCONV_HAS_X86)
+extern const FlashKernel kFlashAvx512Vnni;
+extern const FlashKernel kFlashAvxVnni;
 extern const FlashKernel kFlashAvx512;
 extern const FlashKernel kFlashAvx2;
 extern const MatMulKernel kMatMulAmx;
@@ -79,6 +81,8 @@ std::vector<Kernel> supported(std::initializer_list<Build<Kernel>> builds) {
 const std::vector<FlashKernel>& flash_kernels() {
   static const std::vector<FlashKernel> kernels = supported<FlashKernel>({
 #if defined(KVCONV_HAS_X86)
+      {has_avx512_vnni(), kFlashAvx512Vnni},
+      {has_avx_vnni(), kFlashAvxVnni},
       {has_avx512(), kFlashAvx512},
       {has_avx2(), kFlashAvx2},
 #endif

@@ -67,12 +67,9 @@ static inline void store_sums(float* p, Vec a, Vec b, Vec c, Vec d) {
   const __m256 high = _mm256_shuffle_ps(ab, cd, _MM_SHUFFLE(3, 2, 3, 2));
   _mm_storeu_ps(p, sum_of_halves(_mm256_add_ps(low, high)));
 }
-static inline void transpose(const float* source, std::int64_t source_stride, float* target,
-                             std::int64_t target_stride) {
-  __m256 a[8];
-  __m256 b[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(source + i * source_stride);
+// Writes the rows of a, transposed.
+static inline void store_columns(Vec (&a)[8], float* target, std::int64_t target_stride) {
+  Vec b[8];
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
     b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
@@ -91,6 +88,20 @@ static inline void transpose(const float* source, std::int64_t source_stride, fl
     _mm256_storeu_ps(target + (i + 4) * target_stride,
                      _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
   }
+}
+static inline void transpose(const float* source, std::int64_t source_stride, float* target,
+                             std::int64_t target_stride) {
+  Vec a[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = load(source + i * source_stride);
+  store_columns(a, target, target_stride);
+}
+static inline void transpose_part(const float* source, std::int64_t source_stride,
+                                  std::int64_t count, float* target, std::int64_t target_stride) {
+  Vec a[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = load_part(source + i * source_stride, count);
+  store_columns(a, target, target_stride);
 }
 
 static inline Vec load_float16(const std::uint16_t* p) {

@@ -68,12 +68,9 @@ static inline void store_sums(float* p, Vec a, Vec b, Vec c, Vec d) {
   const __m512 high = _mm512_shuffle_ps(ab, cd, _MM_SHUFFLE(3, 2, 3, 2));
   _mm_storeu_ps(p, sum_of_quarters(_mm512_add_ps(low, high)));
 }
-static inline void transpose(const float* source, std::int64_t source_stride, float* target,
-                             std::int64_t target_stride) {
-  __m512 a[16];
-  __m512 b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(source + i * source_stride);
+// Writes the rows of a, transposed.
+static inline void store_columns(Vec (&a)[16], float* target, std::int64_t target_stride) {
+  Vec b[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
@@ -97,6 +94,20 @@ static inline void transpose(const float* source, std::int64_t source_stride, fl
     _mm512_storeu_ps(target + (j + 8) * target_stride, _mm512_shuffle_f32x4(x, z, 0xDD));
     _mm512_storeu_ps(target + (j + 12) * target_stride, _mm512_shuffle_f32x4(y, w, 0xDD));
   }
+}
+static inline void transpose(const float* source, std::int64_t source_stride, float* target,
+                             std::int64_t target_stride) {
+  Vec a[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = load(source + i * source_stride);
+  store_columns(a, target, target_stride);
+}
+static inline void transpose_part(const float* source, std::int64_t source_stride,
+                                  std::int64_t count, float* target, std::int64_t target_stride) {
+  Vec a[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = load_part(source + i * source_stride, count);
+  store_columns(a, target, target_stride);
 }
 
 static inline Vec load_float16(const std::uint16_t* p) {

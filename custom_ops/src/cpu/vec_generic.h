@@ -83,6 +83,15 @@ static inline void transpose(const float* source, std::int64_t source_stride, fl
   }
 }
 
+// The same of the first `count` floats of each row; no others are read, and zeros stand for them.
+static inline void transpose_part(const float* source, std::int64_t source_stride,
+                                  std::int64_t count, float* target, std::int64_t target_stride) {
+  for (int i = 0; i < kLanes; ++i) {
+    const Vec row = load_part(source + i * source_stride, count);
+    for (int j = 0; j < kLanes; ++j) target[j * target_stride + i] = row[j];
+  }
+}
+
 static inline Vec load_float16(const std::uint16_t* p) {
   return Vec{float16_to_float(p[0]), float16_to_float(p[1]), float16_to_float(p[2]),
              float16_to_float(p[3])};

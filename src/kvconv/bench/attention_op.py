@@ -4,14 +4,15 @@ Both ops get the same tensors: rotary embedding inside the node, a shared cache 
 written in place, and for kvconv the all-ones mask that finished models carry. A decode is a chain
 of nodes, each with a cache of its own, together larger than the processor's caches where the
 context is long, so that keys and values come from memory as they do in a model. A prefill is one
-node. All contenders and the roofs take turns; the best of their rounds counts.
+node. All contenders and the roofs take turns; the best of their rounds counts. Where kvconv's cache
+is quantised, kvconv over a float32 cache is one more contender.
 """
 
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     import onnx
 
 Variant = Literal["plain", "softcap", "head_sink"]
+CacheType = Literal["float32", "int8", "int4"]
 
 _DECODE_BYTES = 512 * 2**20
 _MAX_NODES = 60
 _SOFTCAP = 30.0
-_TOLERANCE = 2e-3
+_TOLERANCES: dict[CacheType, float] = {"float32": 2e-3, "int8": 2e-2, "int4": 1e-1}
+_BYTES = {"float32": 4, "uint16": 2, "int8": 1, "uint8": 1}
 _SETTLE_S = 0.03
 """Before each timing: the threads of the session before may still spin."""
 
@@ -59,6 +62,7 @@ class Case:
         heads: Sizes.
         variant: What the node has beside rotary embedding.
         batch: Rows.
+        cache: dtype of kvconv's cache.
     """
 
     what: Phase
@@ -66,6 +70,7 @@ class Case:
     heads: Heads
     variant: Variant = "plain"
     batch: int = 1
+    cache: CacheType = "float32"
 
     @property
     def new_tokens(self) -> int:
@@ -74,9 +79,30 @@ class Case:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values that a run attends to."""
-        per_slot = 2 * self.heads.kv_num_heads * self.heads.head_dim * 4
-        return self.batch * self.context * per_slot
+        """Bytes of the keys and values, with their scales, that a run attends to."""
+        per_head = sum(
+            math.prod(shape) * _BYTES[kind] for shape, kind in self.cache_tensors(1, 1, 1).values()
+        )
+        return self.batch * self.context * self.heads.kv_num_heads * per_head
+
+    def cache_tensors(
+        self, batch: int, kv_heads: int, slots: int
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and numpy dtype (uint16 for bfloat16) of what a cache is, by name."""
+        width = self.heads.head_dim
+        groups = -(-width // 32)
+        lead = (batch, kv_heads, slots)
+        if self.cache == "float32":
+            return {"key": ((*lead, width), "float32"), "value": ((*lead, width), "float32")}
+        if self.cache == "int8":
+            rows = {"key": ((*lead, width), "int8"), "value": ((*lead, width), "int8")}
+        else:
+            rows = {
+                "key": ((*lead, 20 * groups), "uint8"),
+                "value": ((*lead, 16 * groups), "uint8"),
+            }
+        scales = ((*lead, groups), "uint16")
+        return rows | {"key_scale": scales, "value_scale": scales}
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +115,10 @@ class Case:
         activations = 3 * self.batch * self.new_tokens * per_token
         scores = 4 * self.batch * self.heads.num_heads * self.new_tokens * self.context
         held = scores if self.variant != "plain" else 0
-        return self.num_nodes * self.cache_bytes + activations + held
+        caches = replace(self, cache="float32").cache_bytes
+        if self.cache != "float32":
+            caches += self.cache_bytes
+        return self.num_nodes * caches + activations + held
 
     @property
     def flops(self) -> int:
@@ -100,10 +129,11 @@ class Case:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the chain."""
+        """Nodes of the chain, the same for every type of cache."""
         if self.what == "prefill":
             return 1
-        return min(_MAX_NODES, math.ceil(_DECODE_BYTES / self.cache_bytes))
+        cache_bytes = replace(self, cache="float32").cache_bytes
+        return min(_MAX_NODES, math.ceil(_DECODE_BYTES / cache_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +144,7 @@ class AttentionPoint:
         case: What was measured.
         seconds: kvconv's best.
         gqa_seconds: GroupQueryAttention's best.
+        float_seconds: kvconv's best over a float32 cache.
         rate: kvconv's bytes of the cache per second (decode) or operations per second (prefill).
         roofs: The same unit, by name: `read` and `copy`, or `sgemm onnxruntime` and `sgemm torch`
             (where PyTorch is installed).
@@ -122,6 +153,7 @@ class AttentionPoint:
     case: Case
     seconds: float
     gqa_seconds: float
+    float_seconds: float
     rate: float
     roofs: dict[str, float]
 
@@ -142,13 +174,16 @@ def cases(
     prefill: Sequence[int] = (128, 512, 2048, 6000),
     shapes: Sequence[Heads] = SHAPES,
     variants: Sequence[Variant] = ("plain", "softcap", "head_sink"),
+    caches: Sequence[CacheType] = ("float32",),
 ) -> list[Case]:
     """Return every combination, at batch size 1."""
     phases: list[tuple[Phase, int]] = [("decode", n) for n in decode]
     phases += [("prefill", n) for n in prefill]
     return [
-        Case(what, context, heads, variant)
-        for heads, (what, context), variant in itertools.product(shapes, phases, variants)
+        Case(what, context, heads, variant, cache=cache)
+        for heads, (what, context), variant, cache in itertools.product(
+            shapes, phases, variants, caches
+        )
     ]
 
 
@@ -185,7 +220,7 @@ def _check_memory(case: Case) -> None:
     if there_is is not None and case.num_bytes > there_is:
         raise MemoryError(
             f"the {case.what} of {case.context} tokens ({case.variant}, {case.heads.num_heads} "
-            f"heads) takes {case.num_bytes / 1e9:.1f} GB and this machine has "
+            f"heads, {case.cache} cache) takes {case.num_bytes / 1e9:.1f} GB and this machine has "
             f"{there_is / 1e9:.1f} GB; smaller --depths take less"
         )
 
@@ -208,16 +243,20 @@ def _measure(
     case: Case, roofs: dict[str, Callable[[], float]], threads: int, repeats: int
 ) -> AttentionPoint:
     tensors = _Tensors(case)
+    floats = replace(case, cache="float32")
     contenders = [
-        _Contender(case, tensors, op, threads)
-        for op in (names.OP_NAME, names.GROUP_QUERY_ATTENTION)
+        _Contender(case, tensors, names.OP_NAME, threads),
+        _Contender(floats, tensors, names.GROUP_QUERY_ATTENTION, threads),
     ]
+    if case.cache != "float32":
+        contenders.append(_Contender(floats, tensors, names.OP_NAME, threads))
     outputs = [contender.run().copy() for contender in contenders]
     difference = float(np.abs(outputs[0] - outputs[1]).max())
-    if not difference <= _TOLERANCE:
+    if not difference <= _TOLERANCES[case.cache]:
         raise KvconvError(
             f"{names.OP_NAME} and {names.GROUP_QUERY_ATTENTION} differ by {difference:.2g} where "
-            f"{_TOLERANCE:.2g} is allowed ({case}). Check the versions of kvconv and onnxruntime."
+            f"{_TOLERANCES[case.cache]:.2g} is allowed ({case}). Check the versions of kvconv and "
+            "onnxruntime."
         )
     seconds: list[list[float]] = [[] for _ in contenders]
     rates: dict[str, list[float]] = {name: [] for name in roofs}
@@ -231,10 +270,15 @@ def _measure(
         for name, roof in roofs.items():
             time.sleep(_SETTLE_S)
             rates[name].append(roof())
-    best, gqa_best = (min(times) for times in seconds)
+    best, gqa_best = (min(times) for times in seconds[:2])
     work = case.cache_bytes if case.what == "decode" else case.flops
     return AttentionPoint(
-        case, best, gqa_best, work / best, {name: max(values) for name, values in rates.items()}
+        case,
+        best,
+        gqa_best,
+        min(seconds[-1]) if case.cache != "float32" else best,
+        work / best,
+        {name: max(values) for name, values in rates.items()},
     )
 
 
@@ -273,7 +317,12 @@ class _Tensors:
         make = onnxruntime.OrtValue.ortvalue_from_numpy
         self.values = {name: make(np.ascontiguousarray(a)) for name, a in arrays.items()}
         shape = (case.batch, heads.kv_num_heads, case.context, heads.head_dim)
-        self.caches = [(make(normal(*shape)), make(normal(*shape))) for _ in range(case.num_nodes)]
+        floats = [[normal(*shape), normal(*shape)] for _ in range(case.num_nodes)]
+        self.caches: dict[CacheType, list[dict[str, Any]]] = {
+            "float32": [{"key": make(key), "value": make(value)} for key, value in floats]
+        }
+        if case.cache != "float32":
+            self.caches[case.cache] = _quantized(case, floats)
 
 
 class _Contender:
@@ -291,11 +340,11 @@ class _Contender:
                 self._binding.bind_ortvalue_input(
                     graph_input.name, tensors.values[graph_input.name]
                 )
-        for i, (key, value) in enumerate(tensors.caches):
-            self._binding.bind_ortvalue_input(names.past_key(i), key)
-            self._binding.bind_ortvalue_input(names.past_value(i), value)
-            self._binding.bind_ortvalue_output(names.present_key(i), key)
-            self._binding.bind_ortvalue_output(names.present_value(i), value)
+        for i, cache in enumerate(tensors.caches[case.cache]):
+            for name, value in cache.items():
+                self._binding.bind_ortvalue_input(f"past_key_values.{i}.{name}", value)
+            for name, value in cache.items():
+                self._binding.bind_ortvalue_output(f"present.{i}.{name}", value)
         shape = (case.batch, case.new_tokens, case.heads.num_heads * case.heads.head_dim)
         self._output = np.empty(shape, np.float32)
         self._output_value = onnxruntime.OrtValue.ortvalue_from_numpy(self._output)
@@ -307,13 +356,52 @@ class _Contender:
         return self._output
 
 
+def _quantized(
+    case: Case, caches: Sequence[Sequence[npt.NDArray[np.float32]]]
+) -> list[dict[str, Any]]:
+    """Let the op round and store keys and values [batch, kv_heads, context, head_dim]."""
+    import onnxruntime
+    from onnx import TensorProto
+
+    make = onnxruntime.OrtValue
+    size = case.heads.num_heads * case.heads.head_dim
+    given = {
+        "query": np.zeros((case.batch, case.context, size), np.float32),
+        "attention_mask": np.ones((case.batch, case.context), np.int64),
+    }
+    chain = replace(case, what="prefill", variant="plain")
+    graph = _graph(chain, names.OP_NAME, [*given, "key", "value"], window=1)
+    session = open_session(graph, threads=1)
+    shapes = case.cache_tensors(case.batch, case.heads.kv_num_heads, case.context)
+    quantized = []
+    for rows in caches:
+        for name, array in zip(("key", "value"), rows, strict=True):
+            tokens = array.transpose(0, 2, 1, 3).reshape(case.batch, case.context, -1)
+            given[name] = np.ascontiguousarray(tokens)
+        binding = session.io_binding()
+        for name, array in given.items():
+            binding.bind_ortvalue_input(name, make.ortvalue_from_numpy(array))
+        tensors = {}
+        for name, (shape, kind) in shapes.items():
+            dtype = TensorProto.BFLOAT16 if kind == "uint16" else np.dtype(kind)
+            tensors[name] = make.ortvalue_from_shape_and_type(shape, dtype)
+        for name, tensor in tensors.items():
+            binding.bind_ortvalue_input(f"past_key_values.0.{name}", tensor)
+        for name, tensor in tensors.items():
+            binding.bind_ortvalue_output(f"present.0.{name}", tensor)
+        binding.bind_output("output")
+        session.run_with_iobinding(binding)
+        quantized.append(tensors)
+    return quantized
+
+
 _GQA_INPUTS = (
     "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
     "cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink",
 )  # fmt: skip
 
 
-def _graph(case: Case, op: str, available: Sequence[str]) -> "onnx.GraphProto":
+def _graph(case: Case, op: str, available: Sequence[str], *, window: int = 0) -> "onnx.GraphProto":
     """Build the chain of nodes; the output of each is the query of the next."""
     from onnx import TensorProto, helper
 
@@ -327,6 +415,8 @@ def _graph(case: Case, op: str, available: Sequence[str]) -> "onnx.GraphProto":
         attributes["do_rotary"] = 1
     if case.variant == "softcap":
         attributes["softcap"] = _SOFTCAP
+    if window:
+        attributes["window_size"] = window
     nodes, inputs, outputs = [], [], []
     operands = _GQA_INPUTS if is_gqa else names.FLASH_ATTENTION_INPUTS
     used = [name for name in operands if name in available]
@@ -341,9 +431,15 @@ def _graph(case: Case, op: str, available: Sequence[str]) -> "onnx.GraphProto":
         shape = [None] * ranks.get(name, 3)
         kind = types.get(name, TensorProto.FLOAT)
         inputs.append(helper.make_tensor_value_info(name, kind, shape))
+    cache_types = {
+        name: TensorProto.BFLOAT16
+        if kind == "uint16"
+        else helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+        for name, (_, kind) in case.cache_tensors(1, 1, 1).items()
+    }
     for i in range(case.num_nodes):
-        caches = {"past_key": names.past_key(i), "past_value": names.past_value(i)}
-        presents = [names.present_key(i), names.present_value(i)]
+        caches = {f"past_{name}": f"past_key_values.{i}.{name}" for name in cache_types}
+        presents = [f"present.{i}.{name}" for name in cache_types]
         query = {} if i == 0 else {"query": f"output.{i - 1}"}
         output = "output" if i == case.num_nodes - 1 else f"output.{i}"
         given = {name: name for name in used} | caches | query
@@ -353,9 +449,9 @@ def _graph(case: Case, op: str, available: Sequence[str]) -> "onnx.GraphProto":
                 domain=domain, **attributes,
             )
         )  # fmt: skip
-        for name in caches.values():
-            inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4))
-        for name in presents:
-            outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4))
+        for name, kind in cache_types.items():
+            past, present = f"past_key_values.{i}.{name}", f"present.{i}.{name}"
+            inputs.append(helper.make_tensor_value_info(past, kind, [None] * 4))
+            outputs.append(helper.make_tensor_value_info(present, kind, [None] * 4))
     outputs.append(helper.make_tensor_value_info("output", TensorProto.FLOAT, [None] * 3))
     return helper.make_graph(nodes, "attention", inputs, outputs)

@@ -225,13 +225,23 @@ def require_op_options_only() -> None:
 def measure_op(
     depths: tuple[int, ...], *, threads: int | None, repeats: int, as_json: bool
 ) -> None:
-    """Measure the attention op: plain with every shape of heads, its variants with the first."""
+    """Measure the attention op: plain with every shape of heads, all else with the first.
+
+    That is its variants, and the types of quantised caches.
+    """
     with needs_extra("cpu,export"):
         from kvconv.bench.attention_op import SHAPES, cases, measure_attention
         from kvconv.bench.machine import usable_cores
     chosen = cases(decode=depths, prefill=depths, variants=("plain",))
     chosen += cases(
         decode=depths, prefill=depths, shapes=SHAPES[:1], variants=("softcap", "head_sink")
+    )
+    chosen += cases(
+        decode=depths,
+        prefill=depths,
+        shapes=SHAPES[:1],
+        variants=("plain",),
+        caches=("int8", "int4"),
     )
     points = measure_attention(chosen, threads=threads or usable_cores(), repeats=repeats)
     if not as_json:

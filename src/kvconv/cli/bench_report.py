@@ -84,7 +84,7 @@ def print_profiles(label: str, profiles: "Sequence[Profile]", *, as_json: bool) 
 def print_op_header() -> None:
     """Name the columns of `print_op_point`."""
     click.echo(
-        f"{'':8}{'context':>8}  {'heads':12}{'variant':10}{'ms':>9}{'GQA ms':>9}{'faster':>8}"
+        f"{'':8}{'context':>8}  {'heads':12}{'variant':10}{'cache':8}{'ms':>9}{'GQA ms':>9}{'faster':>8}"
         f"{'rate':>14}  of what the machine allows"
     )
 
@@ -106,8 +106,11 @@ def print_op_point(point: "AttentionPoint", *, as_json: bool) -> None:
     heads = f"{case.heads.num_heads}/{case.heads.kv_num_heads} x {case.heads.head_dim}"
     unit = "GB/s" if case.what == "decode" else "GFLOP/s"
     roofs = ", ".join(f"{percent:.0f}% {name}" for name, percent in percents.items())
+    if case.cache != "float32":
+        roofs += f"; {point.float_seconds / point.seconds:.2f}x as fast as over float32"
     click.echo(
-        f"{case.what:8}{case.context:8d}  {heads:12}{case.variant:10}{1e3 * point.seconds:9.3f}"
+        f"{case.what:8}{case.context:8d}  {heads:12}{case.variant:10}{case.cache:8}"
+        f"{1e3 * point.seconds:9.3f}"
         f"{1e3 * point.gqa_seconds:9.3f}{point.speedup:7.2f}x{point.rate / 1e9:7.1f} {unit:7}"
         f" {roofs}"
     )

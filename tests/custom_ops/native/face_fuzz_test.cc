@@ -11,6 +11,7 @@
 #include "check.h"
 #include "fake_ort.h"
 #include "fuzz.h"
+#include "kvconv/cache_format.h"
 
 namespace kvconv::test {
 namespace {
@@ -38,6 +39,13 @@ void randomize(Random& random, FakeTensor& tensor, bool has_specials) {
   }
 }
 
+// Fills a quantised cache with codes.
+void randomize_codes(Random& random, FakeTensor& tensor) {
+  for (std::int64_t i = 0; i < tensor.size(); ++i) {
+    tensor.data[static_cast<std::size_t>(i)] = static_cast<unsigned char>(random.below(256));
+  }
+}
+
 // A run in which everything fits.
 Run make_run(Random& random) {
   Run run;
@@ -48,16 +56,22 @@ Run make_run(Random& random) {
   std::int64_t new_tokens = random.chance(6) ? 0 : random.chance(50) ? 1 : random.pick(edges);
   std::int64_t past = random.chance(25) ? 0 : random.pick(edges) * (1 + random.below(10));
   std::int64_t width = random.chance(2) ? 5000 : random.pick(edges);
-  const std::int64_t value_width = random.chance(2)    ? 4097
-                                   : random.chance(50) ? width
-                                                       : random.pick(edges);
+  std::int64_t value_width = random.chance(2)    ? 4097
+                             : random.chance(50) ? width
+                                                 : random.pick(edges);
+  run.cache = random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16,
+                                     DataType::kInt8, DataType::kInt4});
+  const bool is_packed = random.chance(30);
+  if (is_packed && run.cache == DataType::kInt4) {  // whole groups only
+    width = num_groups(width) * kGroupSize;
+    value_width = num_groups(value_width) * kGroupSize;
+  }
   while (batch * heads * new_tokens * (past + new_tokens) * (width + value_width) > kMaxWork) {
     new_tokens = (new_tokens + 1) / 2;
     if (new_tokens == 1) past /= 2;
   }
   const std::int64_t total = past + new_tokens;
   run.activation = random.chance(60) ? DataType::kFloat32 : DataType::kFloat16;
-  run.cache = random.pick<DataType>({DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
   const ort::ElementType activation = element_type(run.activation);
   const bool has_specials = random.chance(15);
 
@@ -79,7 +93,7 @@ Run make_run(Random& random) {
   const std::int64_t slots = ring ? std::min(ring_slots, total) : total;
   const std::int64_t capacity = concat ? past : slots + (random.chance(40) ? 0 : random.below(70));
   run.in_place = !concat && random.chance(60);
-  if (random.chance(30)) {  // packed
+  if (is_packed) {
     add_floats(kQuery, activation,
                {batch, new_tokens, (heads + kv_heads) * width + kv_heads * value_width});
   } else {
@@ -87,8 +101,31 @@ Run make_run(Random& random) {
     add_floats(kKey, activation, {batch, new_tokens, kv_heads * width});
     add_floats(kValue, activation, {batch, new_tokens, kv_heads * value_width});
   }
-  add_floats(kPastKey, element_type(run.cache), {batch, kv_heads, capacity, width});
-  add_floats(kPastValue, element_type(run.cache), {batch, kv_heads, capacity, value_width});
+  const ort::ElementType cache = element_type(run.cache);
+  const std::vector<std::int64_t> past_key = {batch, kv_heads, capacity,
+                                              cache_row_size(key_type(run.cache), width)};
+  const std::vector<std::int64_t> past_value = {batch, kv_heads, capacity,
+                                                cache_row_size(run.cache, value_width)};
+  if (is_quantized(run.cache)) {
+    randomize_codes(random, add(kPastKey, cache, past_key));
+    randomize_codes(random, add(kPastValue, cache, past_value));
+    add_floats(kPastKeyScale, ort::kBFloat16, {batch, kv_heads, capacity, num_groups(width)});
+    add_floats(kPastValueScale, ort::kBFloat16,
+               {batch, kv_heads, capacity, num_groups(value_width)});
+    const float factor = run.cache == DataType::kInt8 ? 1.0F / 127.0F : 1.0F / 16.0F;
+    for (AttentionInput input : {kPastKeyScale, kPastValueScale}) {
+      FakeTensor& scales = *run.inputs[input];
+      for (std::int64_t i = 0; i < scales.size(); ++i) {
+        const float scale = load_element(scales.data.get(), i, DataType::kBFloat16);
+        // The op stores no infinite scales: they would be NaN.
+        store_element(scales.data.get(), i, DataType::kBFloat16,
+                      std::isinf(scale) ? std::numeric_limits<float>::quiet_NaN() : scale * factor);
+      }
+    }
+  } else {
+    add_floats(kPastKey, cache, past_key);
+    add_floats(kPastValue, cache, past_value);
+  }
   if (!gives_length || random.chance(50)) {
     const std::int64_t mask_width =
         gives_length && random.chance(50) ? std::max(capacity, total) : total;
@@ -154,7 +191,8 @@ std::vector<unsigned char> contents(const FakeTensor* tensor) {
   return {tensor->data.get(), tensor->data.get() + tensor->bytes()};
 }
 
-// The reference kernel's outputs for what the op was given.
+// The reference kernel's outputs for what the op was given. Where the cache is quantised, attention
+// is over what the op stored: a number between two codes may be rounded to either.
 std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
                                                            const FakeContext& context) {
   AttentionInputs inputs;
@@ -166,15 +204,55 @@ std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
       read_attributes(fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes));
   AttentionParams p = check_inputs(attributes, inputs, run.activation, run.cache);
   std::vector<std::unique_ptr<FakeTensor>> outputs;
-  for (std::size_t i = 0; i <= kPresentValue; ++i) {
-    const FakeTensor& made = *context.outputs[i];
-    outputs.push_back(std::make_unique<FakeTensor>(made.type, made.shape));
+  for (const FakeTensor* made : context.outputs) {
+    outputs.push_back(made == nullptr ? nullptr
+                                      : std::make_unique<FakeTensor>(made->type, made->shape));
   }
   p.output = outputs[kOutput]->data.get();
   p.present_key = outputs[kPresentKey]->data.get();
   p.present_value = outputs[kPresentValue]->data.get();
-  attention_reference(p);
+  if (!is_quantized(run.cache)) {
+    attention_reference(p);
+    return outputs;
+  }
+  const auto scales = [](const FakeTensor& tensor) {
+    return reinterpret_cast<std::uint16_t*>(tensor.data.get());
+  };
+  p.present_key_scale = scales(*outputs[kPresentKeyScale]);
+  p.present_value_scale = scales(*outputs[kPresentValueScale]);
+  append_reference(p);
+  p.present_key = context.outputs[kPresentKey]->data.get();
+  p.present_value = context.outputs[kPresentValue]->data.get();
+  p.present_key_scale = scales(*context.outputs[kPresentKeyScale]);
+  p.present_value_scale = scales(*context.outputs[kPresentValueScale]);
+  attend_reference(p);
   return outputs;
+}
+
+// The same of a quantised cache: numbers may be a code apart.
+void check_quantized_cache(const FakeTensor& actual, const FakeTensor& actual_scales,
+                           const FakeTensor& expected, const FakeTensor& expected_scales,
+                           std::int64_t used, std::int64_t width, DataType type,
+                           const std::string& what) {
+  const auto scales_of = [](const FakeTensor& tensor) {
+    return reinterpret_cast<const std::uint16_t*>(tensor.data.get());
+  };
+  const std::int64_t capacity = actual.shape[2];
+  for (std::int64_t row = 0; row < actual.shape[0] * actual.shape[1] * capacity; ++row) {
+    if (row % capacity >= used) continue;
+    for (std::int64_t h = 0; h < width; ++h) {
+      const float a = load_number(type, actual.data.get(), scales_of(actual_scales), width, row, h);
+      const float b =
+          load_number(type, expected.data.get(), scales_of(expected_scales), width, row, h);
+      const float scale =
+          bfloat16_to_float(scales_of(expected_scales)[row * num_groups(width) + h / kGroupSize]);
+      CHECK(
+          a == b || (std::isnan(a) && std::isnan(b)) || std::fabs(a - b) <= std::fabs(scale) * 1.1F,
+          "%s: number %d of row %d is %.9g, the reference says %.9g", what.c_str(),
+          static_cast<int>(h), static_cast<int>(row), static_cast<double>(a),
+          static_cast<double>(b));
+    }
+  }
 }
 
 // Compares one cache's rows below `used`; above, nothing may differ from `before`.
@@ -192,6 +270,15 @@ void check_cache(const FakeTensor& actual, const FakeTensor& expected, std::int6
                       static_cast<std::size_t>((capacity - used) * row * bytes_of(type))) == 0,
           "%s: a slot beyond the new tokens was written", what.c_str());
   }
+}
+
+// The head_dim of a run that was accepted.
+std::int64_t width_of(const Run& run, const std::vector<std::unique_ptr<FakeTensor>>& inputs) {
+  if (inputs[kKey] != nullptr)
+    return inputs[kKey]->shape[2] / run.attributes.ints.at("kv_num_heads");
+  const std::int64_t size = inputs[kPastKey]->shape[3];
+  return run.cache == DataType::kInt4 ? size / row_bytes(DataType::kInt5, kGroupSize) * kGroupSize
+                                      : size;
 }
 
 // Returns whether the op accepted the run.
@@ -218,6 +305,10 @@ bool execute(std::uint64_t seed) {
   if (run.in_place) {
     context.bound[kPresentKey] = run.inputs[kPastKey].get();
     context.bound[kPresentValue] = run.inputs[kPastValue].get();
+    if (is_quantized(run.cache) && run.inputs[kPastKeyScale] && run.inputs[kPastValueScale]) {
+      context.bound[kPresentKeyScale] = run.inputs[kPastKeyScale].get();
+      context.bound[kPresentValueScale] = run.inputs[kPastValueScale].get();
+    }
   }
   const ort::CustomOp& op = find_op("FlashAttention", {{kQuery, element_type(run.activation)},
                                                        {kPastKey, element_type(run.cache)}});
@@ -247,6 +338,19 @@ bool execute(std::uint64_t seed) {
     used += *reinterpret_cast<const std::int32_t*>(originals[kPastSequenceLength]->data.get());
   } else {
     used = originals[kAttentionMask]->shape[1];
+  }
+  if (is_quantized(run.cache)) {
+    const std::int64_t heads = run.attributes.ints.at("num_heads");
+    const std::int64_t value_width = output.shape[2] / heads;
+    const std::int64_t width = width_of(run, originals);
+    if (output.shape[0] == 0) return true;
+    check_quantized_cache(*context.outputs[kPresentKey], *context.outputs[kPresentKeyScale],
+                          *expected[kPresentKey], *expected[kPresentKeyScale], used, width,
+                          key_type(run.cache), what + ", present_key");
+    check_quantized_cache(*context.outputs[kPresentValue], *context.outputs[kPresentValueScale],
+                          *expected[kPresentValue], *expected[kPresentValueScale], used,
+                          value_width, run.cache, what + ", present_value");
+    return true;
   }
   for (const auto& [present, past] :
        {std::pair{kPresentKey, kPastKey}, std::pair{kPresentValue, kPastValue}}) {
