@@ -18,6 +18,8 @@ from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find, set_o
 from kvconv.manifest import ring_capacity
 
 NAME = "ring"
+_DIM = "ring_capacity_"
+"""Dimension 2 of a ring's past and present, before its number."""
 _PASTS = tuple(names.FLASH_ATTENTION_INPUTS.index(name) for name in ("past_key", "past_value"))
 _PRESENTS = tuple(
     names.FLASH_ATTENTION_OUTPUTS.index(name) for name in ("present_key", "present_value")
@@ -54,10 +56,6 @@ def read_capacities(graph: gs.Graph) -> dict[str, int]:
 def is_ring(node: gs.Node) -> bool:
     """Tell whether a FlashAttention node's cache is a ring."""
     return bool(node.attrs.get("cache_mode") == "ring")
-
-
-_DIM = "ring_capacity_"
-"""Dimension 2 of a ring's past and present, before its number."""
 
 
 def _pattern(editor: Editor, node: gs.Node) -> int | None:
