@@ -75,6 +75,34 @@ std::int64_t value_size_of(const AttentionParams& p) {
 }
 int largest_code(DataType cache_type) { return cache_type == DataType::kInt8 ? 127 : 8; }
 
+// Makes new rows of `heads` heads into what rounding must get right: zeros, one number, a channel
+// 50 times the rest, and what is not a number.
+void make_special(Random& random, const AttentionParams& p, const void* rows,
+                  std::int64_t token_stride, std::int64_t width) {
+  for (std::int64_t token = 0; token < p.batch_size * p.sequence_length; ++token) {
+    if (random.chance(50)) continue;
+    const std::int64_t head = random.below(p.kv_num_heads);
+    const std::int64_t first = token * token_stride + head * width;
+    const std::int64_t special = first + random.below(width);
+    const auto set = [&](std::int64_t i, float value) {
+      store_element(const_cast<void*>(rows), i, p.activation_type, value);
+    };
+    switch (random.below(8)) {
+      case 0:
+        for (std::int64_t h = 0; h < width; ++h) set(first + h, 0.0F);
+        break;
+      case 1:
+        for (std::int64_t h = 0; h < width; ++h) set(first + h, -2.5F);
+        break;
+      case 2:
+        set(special, random.chance(50) ? std::nanf("") : -HUGE_VALF);
+        break;
+      default:
+        set(special, 50.0F * random.normal());
+    }
+  }
+}
+
 Case make_case(std::uint64_t seed) {
   Random random(seed);
   Case c;
@@ -139,6 +167,10 @@ Case make_case(std::uint64_t seed) {
       }
       return static_cast<const std::uint16_t*>(c.buffers.back().data());
     };
+    if (random.chance(30)) {
+      make_special(random, p, p.key, p.key_token_stride, p.head_dim);
+      make_special(random, p, p.value, p.value_token_stride, p.value_head_dim);
+    }
     p.past_key_scale = scales(p.head_dim);
     p.past_value_scale = scales(p.value_head_dim);
   }
@@ -309,11 +341,13 @@ void test_workers(const FlashKernel& kernel, int cases) {
       const Result many = run_kernel(kernel, c, num_workers);
       const auto bytes =
           static_cast<std::size_t>(one.output.size() * bytes_of(c.p.activation_type));
-      CHECK(std::memcmp(one.output.data(), many.output.data(), bytes) == 0 &&
-                std::memcmp(one.key.data(), many.key.data(), one.key.bytes()) == 0 &&
-                std::memcmp(one.value.data(), many.value.data(), one.value.bytes()) == 0,
-            "%s, %s: other bits with %d workers", kernel.name, c.text.c_str(),
-            static_cast<int>(num_workers));
+      CHECK(
+          std::memcmp(one.output.data(), many.output.data(), bytes) == 0 &&
+              std::memcmp(one.key.data(), many.key.data(), one.key.bytes()) == 0 &&
+              std::memcmp(one.value.data(), many.value.data(), one.value.bytes()) == 0 &&
+              std::memcmp(one.key_scale.data(), many.key_scale.data(), one.key_scale.bytes()) == 0,
+          "%s, %s: other bits with %d workers", kernel.name, c.text.c_str(),
+          static_cast<int>(num_workers));
     }
   }
 }
