@@ -259,8 +259,8 @@ def _measure(
     if not difference <= _TOLERANCES[case.cache]:
         raise KvconvError(
             f"{names.OP_NAME} and {names.GROUP_QUERY_ATTENTION} differ by {difference:.2g} of "
-            f"their size where {_TOLERANCES[case.cache]:.2g} is allowed ({case}). Check the versions of kvconv and "
-            "onnxruntime."
+            f"their size where {_TOLERANCES[case.cache]:.2g} is allowed ({case}). Check the "
+            "versions of kvconv and onnxruntime."
         )
     seconds: list[list[float]] = [[] for _ in contenders]
     rates: dict[str, list[float]] = {name: [] for name in roofs}
