@@ -92,18 +92,19 @@ class Case:
         """Return shape and numpy dtype (uint16 for bfloat16) of what a cache is, by name."""
         width = self.heads.head_dim
         groups = -(-width // 32)
+        key, value, kind = {
+            "float32": (width, width, "float32"),
+            "int8": (width, width, "int8"),
+            "int4": (20 * groups, 16 * groups, "uint8"),
+        }[self.cache]
         lead = (batch, kv_heads, slots)
-        if self.cache == "float32":
-            return {"key": ((*lead, width), "float32"), "value": ((*lead, width), "float32")}
-        if self.cache == "int8":
-            rows = {"key": ((*lead, width), "int8"), "value": ((*lead, width), "int8")}
-        else:
-            rows = {
-                "key": ((*lead, 20 * groups), "uint8"),
-                "value": ((*lead, 16 * groups), "uint8"),
-            }
-        scales = ((*lead, groups), "uint16")
-        return rows | {"key_scale": scales, "value_scale": scales}
+        tensors: dict[str, tuple[tuple[int, ...], str]] = {
+            "key": ((*lead, key), kind),
+            "value": ((*lead, value), kind),
+        }
+        if self.cache != "float32":
+            tensors["key_scale"] = tensors["value_scale"] = ((*lead, groups), "uint16")
+        return tensors
 
     @property
     def num_bytes(self) -> int:
@@ -369,7 +370,7 @@ def _quantized(
 
     make = onnxruntime.OrtValue
     size = case.heads.num_heads * case.heads.head_dim
-    given = {
+    given: dict[str, npt.NDArray[Any]] = {
         "query": np.zeros((case.batch, case.context, size), np.float32),
         "attention_mask": np.ones((case.batch, case.context), np.int64),
     }
@@ -387,7 +388,7 @@ def _quantized(
             binding.bind_ortvalue_input(name, make.ortvalue_from_numpy(array))
         tensors = {}
         for name, (shape, kind) in shapes.items():
-            dtype = TensorProto.BFLOAT16 if kind == "uint16" else np.dtype(kind)
+            dtype: Any = TensorProto.BFLOAT16 if kind == "uint16" else np.dtype(kind)
             tensors[name] = make.ortvalue_from_shape_and_type(shape, dtype)
         for name, tensor in tensors.items():
             binding.bind_ortvalue_input(f"past_key_values.0.{name}", tensor)
