@@ -191,17 +191,19 @@ def test_op_is_measured_without_a_bundle_against_its_roofs():
     lines = lines_of(*options)
     assert [line["case"]["what"] for line in lines] == ["decode", "prefill"] * 3 + [
         "decode", "decode", "prefill", "prefill",
-    ]  # fmt: skip
+    ] * 2  # fmt: skip
     assert [line["case"]["variant"] for line in lines] == ["plain"] * 6 + [
         "softcap", "head_sink", "softcap", "head_sink",
-    ]  # fmt: skip
+    ] + ["plain"] * 4  # fmt: skip
+    assert [line["case"]["cache"] for line in lines] == ["float32"] * 10 + ["int8", "int4"] * 2
     for line in lines:
         is_decode = line["case"]["what"] == "decode"
         expected = {"read", "copy"} if is_decode else {"sgemm onnxruntime"}
         assert line["percent_of_roofs"].keys() == line["roofs"].keys() == expected
         assert line["speedup"] == pytest.approx(line["gqa_seconds"] / line["seconds"], rel=1e-3)
     table = bench(*options).stdout
-    assert table.count("GB/s") == table.count("GFLOP/s") == 5
+    assert table.count("GB/s") == table.count("GFLOP/s") == 7
+    assert table.count("x as fast as over float32") == 4
     assert "32/8 x 128  plain" in table
 
 

@@ -168,19 +168,19 @@ struct Scratch {
   float* strips;      // running sums of the strips
   float* keys;        // [kKeyTile, H] and a group more, when the cache is not float32 and rows
   float* values;      // are many; [kKeyTile, Hv]
-  float* key_scales;    // [groups of H, keys of a tile], when the cache is quantised
+  float* key_scales;  // [groups of H, keys of a tile], when the cache is quantised
   float* value_scales;
   float* factors = nullptr;  // [rows, groups of Hv, keys of a tile]: weights times scales
   QueryBytes bytes;          // the queries as whole numbers, when keys are multiplied as such,
   float* words = nullptr;    // and the words of kLanes keys, [words of a key, kLanes]
-  float* rows;          // [kLanes, max(key_width, value_width, kKeyTile)]
-  float* bias;          // [kFewRowsKeyTile]
-  float* alpha;         // [rows]
-  float* slopes;        // [rows]
-  float* query_offset;  // [rows]: slot of the row's query, counted from the tile's first
-  float* first;         // [rows]: first key of the tile that the row sees
-  float* last;          // [rows]: and the one after the last
-  Partial partial;      // when the keys are not split
+  float* rows;               // [kLanes, max(key_width, value_width, kKeyTile)]
+  float* bias;               // [kFewRowsKeyTile]
+  float* alpha;              // [rows]
+  float* slopes;             // [rows]
+  float* query_offset;       // [rows]: slot of the row's query, counted from the tile's first
+  float* first;              // [rows]: first key of the tile that the row sees
+  float* last;               // [rows]: and the one after the last
+  Partial partial;           // when the keys are not split
 };
 
 // Lays a Scratch out in memory and returns the number of floats it takes.

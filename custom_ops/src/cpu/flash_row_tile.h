@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "flash_calls.h"
+#include "flash_code_tile.h"
 #include "flash_codes.h"
 #include "flash_division.h"
 #include "flash_dots.h"
@@ -18,7 +20,6 @@ namespace kvconv {
 namespace {
 
 constexpr int kDotKeys = 4;  // keys whose products are summed across lanes together
-constexpr int kMixGroups = kLanes == 16 ? 2 : 1;  // groups of a value whose sums are in registers
 
 // Elements [i, i + kLanes) of a cache, as floats.
 template <DataType type>
@@ -39,40 +40,6 @@ static inline Vec load_cached_part(const void* data, std::int64_t i, std::int64_
               static_cast<std::size_t>(count) * sizeof(std::uint16_t));
   return load_cached<type>(part, 0);
 }
-
-struct Memory {
-  const char* data = nullptr;
-  std::int64_t bytes = 0;
-};
-
-// Calls for memory that is read later, step by step while something else is computed. The fronts
-// advance side by side: a processor looks ahead within a page only, so that one page after the
-// other would leave it with half of the requests that it can have under way.
-class Calls {
- public:
-  Calls(const Memory& memory, std::int64_t num_steps)
-      : data_(memory.data),
-        front_bytes_(round_up(ceil_div(memory.bytes, kFronts), kCacheLine)),
-        step_bytes_(ceil_div(front_bytes_, max_of(num_steps, 1))) {}
-
-  void step() {
-    due_ = min_of(due_ + step_bytes_, front_bytes_);
-    for (; called_ < due_; called_ += kCacheLine) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kFronts; ++i) __builtin_prefetch(data_ + i * front_bytes_ + called_);
-    }
-  }
-
- private:
-  static constexpr int kFronts = 4;
-  static constexpr std::int64_t kCacheLine = 64;
-
-  const char* data_;
-  std::int64_t front_bytes_;
-  std::int64_t step_bytes_;
-  std::int64_t due_ = 0;  // bytes of each front that have been or are to be called for by now
-  std::int64_t called_ = 0;
-};
 
 // scores[r][t] = query r . key t for `rows` queries and `keys` keys, whose elements start at
 // `first`; strides in floats.
@@ -146,96 +113,6 @@ void mix_block(const float* weights, std::int64_t weight_stride, const void* dat
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < vecs; ++v) store(accumulator + r * stride + v * kLanes, sums[r][v]);
-  }
-}
-
-// The same as dot_block of rows that are codes; `codes` is where the first one's begin.
-template <DataType type, int rows, int keys>
-void dot_codes(const float* queries, std::int64_t query_stride, const char* codes,
-               const float* scales, std::int64_t scale_stride, std::int64_t width, float* scores,
-               std::int64_t score_stride) {
-  const std::int64_t groups = num_groups(width);
-  const std::int64_t bytes = row_bytes(type, width);
-  std::uint8_t part[kGroupSize];
-  Vec sums[rows][keys];
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-    for (int t = 0; t < keys; ++t) sums[r][t] = set(0.0F);
-  }
-  for (std::int64_t g = 0; g < groups; ++g) {
-    const float* query = queries + g * kGroupSize;
-#pragma GCC unroll 4
-    for (int t = 0; t < keys; ++t) {
-      const GroupCodes group = group_at<type>(codes + t * bytes, g, width, part);
-#pragma GCC unroll 4
-      for (int j = 0; j < 16; j += kLanes) {
-        const Pair pair = load_pair<type>(group, j, scales[g * scale_stride + t]);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; ++r) {
-          const float* numbers = query + r * query_stride + j;
-          sums[r][t] = fma(load(numbers), pair.first, sums[r][t]);
-          sums[r][t] = fma(load(numbers + 16), pair.second, sums[r][t]);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) {
-    float* row = scores + r * score_stride;
-    if constexpr (keys == 4) {
-      store_sums(row, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-    } else {
-      row[0] = sum_of_lanes(sums[r][0]);
-    }
-  }
-}
-
-// The same as mix_block of `groups` groups of codes from group `first` on; factors [rows, groups of
-// a value, factor_stride] are the weights times the groups' scales.
-template <DataType type, int rows, int groups>
-void mix_codes(const float* factors, std::int64_t factor_stride, const char* codes,
-               std::int64_t width, std::int64_t first, std::int64_t keys,
-               float* accumulator, std::int64_t stride, const float* alpha, Calls& calls) {
-  constexpr int vecs = static_cast<int>(kGroupSize) / kLanes;
-  const std::int64_t row_groups = num_groups(width);
-  const std::int64_t bytes = row_bytes(type, width);
-  std::uint8_t part[kGroupSize];
-  Vec sums[rows][groups * vecs];
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < groups * vecs; ++v) {
-      sums[r][v] = mul(set(alpha[r]), load(accumulator + r * stride + v * kLanes));
-    }
-  }
-  for (std::int64_t t = 0; t < keys; ++t) {
-    if (t % 4 == 0) calls.step();
-#pragma GCC unroll 2
-    for (int g = 0; g < groups; ++g) {
-      Vec factor[rows];
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r) {
-        factor[r] = set(factors[(r * row_groups + first + g) * factor_stride + t]);
-      }
-      const GroupCodes group = group_at<type>(codes + t * bytes, first + g, width, part);
-#pragma GCC unroll 4
-      for (int v = 0; v < vecs / 2; ++v) {
-        const Pair pair = load_pair<type>(group, v * kLanes, 1.0F);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; ++r) {
-          Vec* sum = &sums[r][g * vecs + v];
-          sum[0] = fma(factor[r], pair.first, sum[0]);
-          sum[vecs / 2] = fma(factor[r], pair.second, sum[vecs / 2]);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < groups * vecs; ++v)
-      store(accumulator + r * stride + v * kLanes, sums[r][v]);
   }
 }
 

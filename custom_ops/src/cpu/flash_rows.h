@@ -121,7 +121,8 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
     const TileMask mask = tile_mask(p, block, slot, keys);
     if (mask.hides_all) continue;
     const std::int64_t cache_row = cache_row_of(p, block) + slot;
-    const RowTile tile = row_tile_at(cached_keys, cached_values, cache_row, keys, d.key_tile, scratch);
+    const RowTile tile =
+        row_tile_at(cached_keys, cached_values, cache_row, keys, d.key_tile, scratch);
     const std::int64_t row_groups = ceil_div(block.num_rows, kMaxDotRows);
     const Memory value_memory = {tile.values, keys * cached_values.bytes};
     if (multiplies_bytes && keys >= kLanes) {
@@ -157,7 +158,8 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
       row_weights = cached_values.num_scales * d.key_tile;
     }
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
-      mix_rows<type, count.value>(p, d, tile, weights + r * row_weights, partial.accumulator + r * d.value_width, scratch.alpha + r,
+      mix_rows<type, count.value>(p, d, tile, weights + r * row_weights,
+                                  partial.accumulator + r * d.value_width, scratch.alpha + r,
                                   next_keys);
     });
   }

@@ -26,12 +26,12 @@ static inline Words high_nibbles(Words w) {
 }
 static inline Words low_nibbles_with_fifth(Words w, Words fifths, int first) {
   // Entry n has bit i of n at bit 8 * i + 4; the choice looks at no higher bits of its index.
-  const __m512i spread = _mm512_setr_epi32(
-      0x00000000, 0x00000010, 0x00001000, 0x00001010, 0x00100000, 0x00100010, 0x00101000,
-      0x00101010, 0x10000000, 0x10000010, 0x10001000, 0x10001010, 0x10100000, 0x10100010,
-      0x10101000, 0x10101010);
-  const __m512i bits = _mm512_permutexvar_epi32(
-      _mm512_srli_epi32(fifths, static_cast<unsigned>(first)), spread);
+  const __m512i spread =
+      _mm512_setr_epi32(0x00000000, 0x00000010, 0x00001000, 0x00001010, 0x00100000, 0x00100010,
+                        0x00101000, 0x00101010, 0x10000000, 0x10000010, 0x10001000, 0x10001010,
+                        0x10100000, 0x10100010, 0x10101000, 0x10101010);
+  const __m512i bits =
+      _mm512_permutexvar_epi32(_mm512_srli_epi32(fifths, static_cast<unsigned>(first)), spread);
   constexpr int kOrOfAnd = 0xF8;  // bits | (w & 15)
   return _mm512_ternarylogic_epi32(bits, w, _mm512_set1_epi8(15), kOrOfAnd);
 }

@@ -84,8 +84,8 @@ def print_profiles(label: str, profiles: "Sequence[Profile]", *, as_json: bool) 
 def print_op_header() -> None:
     """Name the columns of `print_op_point`."""
     click.echo(
-        f"{'':8}{'context':>8}  {'heads':12}{'variant':10}{'cache':8}{'ms':>9}{'GQA ms':>9}{'faster':>8}"
-        f"{'rate':>14}  of what the machine allows"
+        f"{'':8}{'context':>8}  {'heads':12}{'variant':10}{'cache':8}{'ms':>9}{'GQA ms':>9}"
+        f"{'faster':>8}{'rate':>14}  of what the machine allows"
     )
 
 

@@ -235,16 +235,16 @@ void check_quantized_cache(const FakeTensor& actual, const FakeTensor& actual_sc
   for (std::int64_t row = 0; row < actual.shape[0] * actual.shape[1] * capacity; ++row) {
     if (row % capacity >= used) continue;
     for (std::int64_t h = 0; h < width; ++h) {
-      const float a =
-          load_number(type, actual.data.get(), scales_of(actual_scales), width, row, h);
+      const float a = load_number(type, actual.data.get(), scales_of(actual_scales), width, row, h);
       const float b =
           load_number(type, expected.data.get(), scales_of(expected_scales), width, row, h);
       const float scale =
           bfloat16_to_float(scales_of(expected_scales)[row * num_groups(width) + h / kGroupSize]);
-      CHECK(a == b || (std::isnan(a) && std::isnan(b)) || std::fabs(a - b) <= std::fabs(scale) * 1.1F,
-            "%s: number %d of row %d is %.9g, the reference says %.9g", what.c_str(),
-            static_cast<int>(h), static_cast<int>(row), static_cast<double>(a),
-            static_cast<double>(b));
+      CHECK(
+          a == b || (std::isnan(a) && std::isnan(b)) || std::fabs(a - b) <= std::fabs(scale) * 1.1F,
+          "%s: number %d of row %d is %.9g, the reference says %.9g", what.c_str(),
+          static_cast<int>(h), static_cast<int>(row), static_cast<double>(a),
+          static_cast<double>(b));
     }
   }
 }
@@ -268,7 +268,8 @@ void check_cache(const FakeTensor& actual, const FakeTensor& expected, std::int6
 
 // The head_dim of a run that was accepted.
 std::int64_t width_of(const Run& run, const std::vector<std::unique_ptr<FakeTensor>>& inputs) {
-  if (inputs[kKey] != nullptr) return inputs[kKey]->shape[2] / run.attributes.ints.at("kv_num_heads");
+  if (inputs[kKey] != nullptr)
+    return inputs[kKey]->shape[2] / run.attributes.ints.at("kv_num_heads");
   const std::int64_t size = inputs[kPastKey]->shape[3];
   return run.cache == DataType::kInt4 ? size / row_bytes(DataType::kInt5, kGroupSize) * kGroupSize
                                       : size;
