@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+import onnx
+
 from kvconv import names
 from kvconv.converter.rewrite import read_graph, rewrite, write_graph
 from kvconv.manifest import CacheDtype, file_entry, read_manifest
@@ -38,8 +40,10 @@ def derive(
     path.unlink()
     write_graph(graph, path)
     (target / names.MANIFEST_FILE).unlink()
+    imports = onnx.load(path, load_external_data=False).opset_import
     dataclasses.replace(
         manifest,
+        op_version=next(entry.version for entry in imports if entry.domain == names.OP_DOMAIN),
         rewrites=report.counts,
         files={**manifest.files, names.MODEL_FILE: file_entry(path)},
         cache_layers=tuple(
