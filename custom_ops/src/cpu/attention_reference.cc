@@ -148,7 +148,7 @@ std::int64_t cache_row(const AttentionParams& p, std::int64_t slot) {
 
 // Copies the past slots of a tensor [B, K, C, bytes] unless past and present are one.
 void copy_past(const AttentionParams& p, const void* past, void* present, std::int64_t row_bytes) {
-  if (past == present || p.past_sequence_length == 0) return;
+  if (past == present || row_bytes == 0 || p.past_sequence_length == 0) return;
   const std::int64_t rows = std::min(p.past_sequence_length, p.past_capacity);
   for (std::int64_t head = 0; head < p.batch_size * p.kv_num_heads; ++head) {
     std::memcpy(static_cast<char*>(present) + head * p.present_capacity * row_bytes,

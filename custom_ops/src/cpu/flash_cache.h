@@ -98,7 +98,7 @@ Cache values_of(const AttentionParams& p) {
 // new tokens leave of it, as in a ring they take the rows of the oldest.
 void copy_past(const AttentionParams& p, std::int64_t head, const void* past, void* present,
                std::int64_t row_bytes) {
-  if (past == present) return;
+  if (past == present || row_bytes == 0) return;  // a float cache has no scales
   const char* source = static_cast<const char*>(past) + head * p.past_capacity * row_bytes;
   char* target = static_cast<char*>(present) + head * p.present_capacity * row_bytes;
   std::int64_t slot = max_of(0, p.total_sequence_length - p.present_capacity);

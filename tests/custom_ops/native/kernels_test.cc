@@ -268,8 +268,9 @@ void check_quantized(const AttentionParams& p, DataType type, std::int64_t width
                      const Buffer& expected_scales, const std::string& what) {
   const auto* scales = static_cast<const std::uint16_t*>(actual_scales.data());
   const auto* wanted_scales = static_cast<const std::uint16_t*>(expected_scales.data());
+  const std::int64_t slots = std::min(p.total_sequence_length, p.present_capacity);  // of a ring
   for (std::int64_t head = 0; head < p.batch_size * p.kv_num_heads; ++head) {
-    for (std::int64_t slot = 0; slot < p.total_sequence_length; ++slot) {
+    for (std::int64_t slot = 0; slot < slots; ++slot) {
       const std::int64_t row = head * p.present_capacity + slot;
       for (std::int64_t h = 0; h < width; ++h) {
         const float a = load_number(type, actual.data(), scales, width, row, h);
