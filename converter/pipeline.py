@@ -139,7 +139,8 @@ def _trace(
 ) -> _Traced:
     """Do all that needs PyTorch; its model dies with this function's frame."""
     revision = options.revision
-    options.cache_dtype(), options.quantization()  # refuse contradictions before loading
+    options.cache_dtype()  # both refuse what contradicts itself before anything is loaded
+    options.quantization()
     if parse_model_name(model, revision).kind == "hub":
         with stages("start"):  # some seconds, which are no download
             from kvconv.converter.load import fetch

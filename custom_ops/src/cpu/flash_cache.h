@@ -70,28 +70,20 @@ struct Cache {
   }
 };
 
+Cache cache_of(DataType type, std::int64_t width, const void* past, void* present,
+               const std::uint16_t* past_scales, std::uint16_t* present_scales) {
+  return {type,    width,       row_bytes(type, width), num_scales(type, width), past,
+          present, past_scales, present_scales};
+}
+
 Cache keys_of(const AttentionParams& p) {
-  const DataType type = key_type(p.cache_type);
-  return {type,
-          p.head_dim,
-          row_bytes(type, p.head_dim),
-          num_scales(type, p.head_dim),
-          p.past_key,
-          p.present_key,
-          p.past_key_scale,
-          p.present_key_scale};
+  return cache_of(key_type(p.cache_type), p.head_dim, p.past_key, p.present_key, p.past_key_scale,
+                  p.present_key_scale);
 }
 
 Cache values_of(const AttentionParams& p) {
-  const DataType type = p.cache_type;
-  return {type,
-          p.value_head_dim,
-          row_bytes(type, p.value_head_dim),
-          num_scales(type, p.value_head_dim),
-          p.past_value,
-          p.present_value,
-          p.past_value_scale,
-          p.present_value_scale};
+  return cache_of(p.cache_type, p.value_head_dim, p.past_value, p.present_value, p.past_value_scale,
+                  p.present_value_scale);
 }
 
 // Copies the past of one cache head, rows of `row_bytes`, unless past and present are one: what the

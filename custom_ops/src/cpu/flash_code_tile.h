@@ -16,6 +16,21 @@ namespace {
 
 constexpr int kMixGroups = kLanes == 16 ? 2 : 1;  // groups of a value whose sums are in registers
 
+// Writes the products of `rows` queries and `keys` keys, each the sum of a vector's lanes.
+template <int rows, int keys>
+static inline void store_products(const Vec (&sums)[rows][keys], float* scores,
+                                  std::int64_t score_stride) {
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+    float* row = scores + r * score_stride;
+    if constexpr (keys == 4) {
+      store_sums(row, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+    } else {
+      row[0] = sum_of_lanes(sums[r][0]);
+    }
+  }
+}
+
 // scores[r][t] = query r . key t for `rows` queries and `keys` keys; `codes` is where the first
 // key's begin, and scales [groups, scale_stride] are theirs.
 template <DataType type, int rows, int keys>
@@ -48,15 +63,7 @@ void dot_codes(const float* queries, std::int64_t query_stride, const char* code
       }
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) {
-    float* row = scores + r * score_stride;
-    if constexpr (keys == 4) {
-      store_sums(row, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-    } else {
-      row[0] = sum_of_lanes(sums[r][0]);
-    }
-  }
+  store_products(sums, scores, score_stride);
 }
 
 // accumulator[r][i] = alpha[r] * accumulator[r][i] + sum over t of weights[r][t] * value t's number

@@ -70,15 +70,7 @@ void dot_block(const float* queries, std::int64_t query_stride, const void* data
   if (h < width) {
     add_products(h, [&](std::int64_t i) { return load_cached_part<type>(data, i, width - h); });
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) {
-    float* row = scores + r * score_stride;
-    if constexpr (keys == 4) {
-      store_sums(row, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-    } else {
-      row[0] = sum_of_lanes(sums[r][0]);
-    }
-  }
+  store_products(sums, scores, score_stride);
 }
 
 // accumulator[r][i] = alpha[r] * accumulator[r][i] + sum over t of weights[r][t] * value t's
