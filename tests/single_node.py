@@ -146,3 +146,33 @@ def run(
         name: output_array(value)
         for name, value in zip(outputs, binding.get_outputs(), strict=True)
     }
+
+
+def run_in_place(
+    feeds: Mapping[str, npt.NDArray],
+    cache: Mapping[str, onnxruntime.OrtValue],
+    attributes: Mapping[str, int | float | str],
+    cache_type: str,
+) -> list[onnxruntime.OrtValue]:
+    """Run the float32 node over a shared buffer and return its outputs, the cache behind the first.
+
+    Args:
+        feeds: All inputs but the cache.
+        cache: `key`, `value`, and their scales if they have any: past and present at once.
+        attributes: Of the node.
+        cache_type: dtype of past and present.
+    """
+    ranks = [(name, array.ndim) for name, array in feeds.items()]
+    session = make_session(
+        (*ranks, *((f"past_{name}", 4) for name in cache)), tuple(sorted(attributes.items())),
+        cache_type=cache_type, outputs=("output", *(f"present_{name}" for name in cache)),
+    )  # fmt: skip
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, ort_value(array, "float32"))
+    binding.bind_output("output")
+    for name, value in cache.items():
+        binding.bind_ortvalue_input(f"past_{name}", value)
+        binding.bind_ortvalue_output(f"present_{name}", value)
+    session.run_with_iobinding(binding)
+    return binding.get_outputs()

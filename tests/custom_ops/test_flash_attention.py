@@ -256,20 +256,9 @@ class Cache:
         new = inputs["query"].shape[1]
         mask = np.ones((self.case.batch, self.length + new), dtype=np.int64)
         feeds = {"attention_mask": mask, **inputs}
-        ranks = [*((k, v.ndim) for k, v in feeds.items()), ("past_key", 4), ("past_value", 4)]
-        session = single_node.make_session(
-            tuple(ranks), tuple(sorted(self.case.node_attributes.items())), "float32",
-            self.case.cache,
-        )  # fmt: skip
-        binding = session.io_binding()
-        for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, single_node.ort_value(array, "float32"))
-        binding.bind_output("output")
-        for name, value in self.values.items():
-            binding.bind_ortvalue_input(f"past_{name}", value)
-            binding.bind_ortvalue_output(f"present_{name}", value)
-        session.run_with_iobinding(binding)
-        outputs = binding.get_outputs()
+        outputs = single_node.run_in_place(
+            feeds, self.values, self.case.node_attributes, self.case.cache
+        )
         for value, output in zip(self.values.values(), outputs[1:], strict=True):
             assert output.data_ptr() == value.data_ptr()
         self.length += new

@@ -16,7 +16,6 @@ import quantized_rows
 import reference
 import single_node
 from flash_case import Case, expected_output, make_inputs, pack
-from kvconv import names
 from tolerances import assert_close
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -313,22 +312,11 @@ class Cache:
     def run(self, inputs: Arrays) -> npt.NDArray[np.float32]:
         new = inputs["query"].shape[1]
         feeds = inputs | {"attention_mask": np.ones((self.case.batch, self.length + new), np.int64)}
-        ranks = [*((k, v.ndim) for k, v in feeds.items()), *((f"past_{k}", 4) for k in self.values)]
-        session = single_node.make_session(
-            tuple(ranks), tuple(sorted(self.case.node_attributes.items())), "float32",
-            storage(self.kind), names.FLASH_ATTENTION_OUTPUTS,
-        )  # fmt: skip
-        binding = session.io_binding()
-        for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, single_node.ort_value(array, "float32"))
-        binding.bind_output("output")
-        for name, value in self.values.items():
-            binding.bind_ortvalue_input(f"past_{name}", value)
-        for name, value in self.values.items():
-            binding.bind_ortvalue_output(f"present_{name}", value)
-        session.run_with_iobinding(binding)
+        outputs = single_node.run_in_place(
+            feeds, self.values, self.case.node_attributes, storage(self.kind)
+        )
         self.length += new
-        return binding.get_outputs()[0].numpy()
+        return outputs[0].numpy()
 
 
 @pytest.mark.parametrize("cache_type", TYPES)

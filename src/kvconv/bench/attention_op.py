@@ -22,20 +22,23 @@ from kvconv import memory, names
 from kvconv.bench.point import Phase
 from kvconv.bench.roofs import MemoryRoof, OnnxRuntimeMatMul, TorchMatMul
 from kvconv.bench.session import open_session
+from kvconv.cache_layout import ElementType, StoredTensor, stored_tensors
 from kvconv.errors import KvconvError, MissingDependencyError
+from kvconv.manifest import CacheLayer
 
 if TYPE_CHECKING:
     import onnx
 
 Variant = Literal["plain", "softcap", "head_sink"]
 CacheType = Literal["float32", "int8", "int4"]
+_Cache = dict[names.CacheTensorName, Any]
+"""OrtValues of one node's cache."""
 
 _DECODE_BYTES = 512 * 2**20
 _MAX_NODES = 60
 _SOFTCAP = 30.0
 _TOLERANCES: dict[CacheType, float] = {"float32": 1e-4, "int8": 3e-2, "int4": 3e-1}
 """Root mean square of the difference between two outputs, relative to that of one."""
-_BYTES = {"float32": 4, "uint16": 2, "int8": 1, "uint8": 1}
 _SETTLE_S = 0.03
 """Before each timing: the threads of the session before may still spin."""
 
@@ -81,30 +84,14 @@ class Case:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values, with their scales, that a run attends to."""
-        per_head = sum(
-            math.prod(shape) * _BYTES[kind] for shape, kind in self.cache_tensors(1, 1, 1).values()
-        )
-        return self.batch * self.context * self.heads.kv_num_heads * per_head
+        per_slot = sum(tensor.slot_bytes for tensor in self.cache_tensors)
+        return self.batch * self.context * per_slot
 
-    def cache_tensors(
-        self, batch: int, kv_heads: int, slots: int
-    ) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and numpy dtype (uint16 for bfloat16) of what a cache is, by name."""
+    @property
+    def cache_tensors(self) -> tuple[StoredTensor, ...]:
+        """The tensors of a node's cache."""
         width = self.heads.head_dim
-        groups = -(-width // 32)
-        key, value, kind = {
-            "float32": (width, width, "float32"),
-            "int8": (width, width, "int8"),
-            "int4": (20 * groups, 16 * groups, "uint8"),
-        }[self.cache]
-        lead = (batch, kv_heads, slots)
-        tensors: dict[str, tuple[tuple[int, ...], str]] = {
-            "key": ((*lead, key), kind),
-            "value": ((*lead, value), kind),
-        }
-        if self.cache != "float32":
-            tensors["key_scale"] = tensors["value_scale"] = ((*lead, groups), "uint16")
-        return tensors
+        return stored_tensors(CacheLayer(self.heads.kv_num_heads, width, width, self.cache))
 
     @property
     def num_bytes(self) -> int:
@@ -323,7 +310,7 @@ class _Tensors:
         self.values = {name: make(np.ascontiguousarray(a)) for name, a in arrays.items()}
         shape = (case.batch, heads.kv_num_heads, case.context, heads.head_dim)
         floats = [[normal(*shape), normal(*shape)] for _ in range(case.num_nodes)]
-        self.caches: dict[CacheType, list[dict[str, Any]]] = {
+        self.caches: dict[CacheType, list[_Cache]] = {
             "float32": [{"key": make(key), "value": make(value)} for key, value in floats]
         }
         if case.cache != "float32":
@@ -347,9 +334,9 @@ class _Contender:
                 )
         for i, cache in enumerate(tensors.caches[case.cache]):
             for name, value in cache.items():
-                self._binding.bind_ortvalue_input(f"past_key_values.{i}.{name}", value)
+                self._binding.bind_ortvalue_input(names.past(i, name), value)
             for name, value in cache.items():
-                self._binding.bind_ortvalue_output(f"present.{i}.{name}", value)
+                self._binding.bind_ortvalue_output(names.present(i, name), value)
         shape = (case.batch, case.new_tokens, case.heads.num_heads * case.heads.head_dim)
         self._output = np.empty(shape, np.float32)
         self._output_value = onnxruntime.OrtValue.ortvalue_from_numpy(self._output)
@@ -361,12 +348,9 @@ class _Contender:
         return self._output
 
 
-def _quantized(
-    case: Case, caches: Sequence[Sequence[npt.NDArray[np.float32]]]
-) -> list[dict[str, Any]]:
+def _quantized(case: Case, caches: Sequence[Sequence[npt.NDArray[np.float32]]]) -> list[_Cache]:
     """Let the op round and store keys and values [batch, kv_heads, context, head_dim]."""
     import onnxruntime
-    from onnx import TensorProto
 
     make = onnxruntime.OrtValue
     size = case.heads.num_heads * case.heads.head_dim
@@ -377,7 +361,6 @@ def _quantized(
     chain = replace(case, what="prefill", variant="plain")
     graph = _graph(chain, names.OP_NAME, [*given, "key", "value"], window=1)
     session = open_session(graph, threads=1)
-    shapes = case.cache_tensors(case.batch, case.heads.kv_num_heads, case.context)
     quantized = []
     for rows in caches:
         for name, array in zip(("key", "value"), rows, strict=True):
@@ -386,18 +369,29 @@ def _quantized(
         binding = session.io_binding()
         for name, array in given.items():
             binding.bind_ortvalue_input(name, make.ortvalue_from_numpy(array))
-        tensors = {}
-        for name, (shape, kind) in shapes.items():
-            dtype: Any = TensorProto.BFLOAT16 if kind == "uint16" else np.dtype(kind)
-            tensors[name] = make.ortvalue_from_shape_and_type(shape, dtype)
-        for name, tensor in tensors.items():
-            binding.bind_ortvalue_input(f"past_key_values.0.{name}", tensor)
-        for name, tensor in tensors.items():
-            binding.bind_ortvalue_output(f"present.0.{name}", tensor)
+        tensors: _Cache = {
+            tensor.name: make.ortvalue_from_shape_and_type(
+                (case.batch, tensor.num_heads, case.context, tensor.width),
+                _onnx_type(tensor.element),
+            )
+            for tensor in case.cache_tensors
+        }
+        for name, value in tensors.items():
+            binding.bind_ortvalue_input(names.past(0, name), value)
+        for name, value in tensors.items():
+            binding.bind_ortvalue_output(names.present(0, name), value)
         binding.bind_output("output")
         session.run_with_iobinding(binding)
         quantized.append(tensors)
     return quantized
+
+
+def _onnx_type(element: ElementType) -> int:
+    from onnx import TensorProto, helper
+
+    if element == "bfloat16":  # numpy has none
+        return int(TensorProto.BFLOAT16)
+    return int(helper.np_dtype_to_tensor_dtype(np.dtype(element)))
 
 
 _GQA_INPUTS = (
@@ -422,7 +416,9 @@ def _graph(case: Case, op: str, available: Sequence[str], *, window: int = 0) ->
         attributes["softcap"] = _SOFTCAP
     if window:
         attributes["window_size"] = window
-    nodes, inputs, outputs = [], [], []
+    nodes: list[onnx.NodeProto] = []
+    inputs: list[onnx.ValueInfoProto] = []
+    outputs: list[onnx.ValueInfoProto] = []
     operands = _GQA_INPUTS if is_gqa else names.FLASH_ATTENTION_INPUTS
     used = [name for name in operands if name in available]
     types = {
@@ -436,15 +432,9 @@ def _graph(case: Case, op: str, available: Sequence[str], *, window: int = 0) ->
         shape = [None] * ranks.get(name, 3)
         kind = types.get(name, TensorProto.FLOAT)
         inputs.append(helper.make_tensor_value_info(name, kind, shape))
-    cache_types = {
-        name: TensorProto.BFLOAT16
-        if kind == "uint16"
-        else helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-        for name, (_, kind) in case.cache_tensors(1, 1, 1).items()
-    }
     for i in range(case.num_nodes):
-        caches = {f"past_{name}": f"past_key_values.{i}.{name}" for name in cache_types}
-        presents = [f"present.{i}.{name}" for name in cache_types]
+        caches = {f"past_{t.name}": names.past(i, t.name) for t in case.cache_tensors}
+        presents = [names.present(i, t.name) for t in case.cache_tensors]
         query = {} if i == 0 else {"query": f"output.{i - 1}"}
         output = "output" if i == case.num_nodes - 1 else f"output.{i}"
         given = {name: name for name in used} | caches | query
@@ -454,9 +444,10 @@ def _graph(case: Case, op: str, available: Sequence[str], *, window: int = 0) ->
                 domain=domain, **attributes,
             )
         )  # fmt: skip
-        for name, kind in cache_types.items():
-            past, present = f"past_key_values.{i}.{name}", f"present.{i}.{name}"
-            inputs.append(helper.make_tensor_value_info(past, kind, [None] * 4))
-            outputs.append(helper.make_tensor_value_info(present, kind, [None] * 4))
+        for tensor in case.cache_tensors:
+            sides = ((inputs, names.past), (outputs, names.present))
+            for values, name_of in sides:
+                name, element = name_of(i, tensor.name), _onnx_type(tensor.element)
+                values.append(helper.make_tensor_value_info(name, element, [None] * 4))
     outputs.append(helper.make_tensor_value_info("output", TensorProto.FLOAT, [None] * 3))
     return helper.make_graph(nodes, "attention", inputs, outputs)
