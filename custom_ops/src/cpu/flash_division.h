@@ -162,6 +162,13 @@ struct QueryBytes {
   float* scales = nullptr;         // [rows]
 };
 
+// Weights times scales of values as whole numbers, per row and group.
+struct WeightBytes {
+  std::int8_t* numbers = nullptr;  // [rows, groups, keys of a tile / 4, (high, low), 4]
+  std::int32_t* starts = nullptr;  // [rows, groups]: what takes the codes' middle off
+  float* scales = nullptr;         // [rows, groups]
+};
+
 // One worker's memory. Where rows are few: queries [rows, key_width], scores [rows, keys]. Else
 // each strip has its own queries [H, kStripRows] and sums [Hv, kStripRows], one after the other.
 struct Scratch {
@@ -173,6 +180,7 @@ struct Scratch {
   float* key_scales;  // [groups of H, keys of a tile], when the cache is quantised
   float* value_scales;
   float* factors = nullptr;  // [rows, groups of Hv, keys of a tile]: weights times scales
+  WeightBytes weights;       // these as whole numbers
   QueryBytes bytes;          // the queries as whole numbers, when keys are multiplied as such,
   float* words = nullptr;    // and the words of kLanes keys, [words of a key, kLanes]
   float* rows;               // [kLanes, max(key_width, value_width, kKeyTile)]
@@ -205,7 +213,11 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
   if (is_quantized(p.cache_type) && d.has_few_rows) {
     const std::int64_t groups = num_groups(p.head_dim);
     const std::int64_t words = row_bytes(key_type(p.cache_type), p.head_dim) / 4;
-    scratch->factors = take(d.block_rows * num_groups(p.value_head_dim) * d.key_tile);
+    const std::int64_t factors = d.block_rows * num_groups(p.value_head_dim);
+    scratch->factors = take(factors * d.key_tile);
+    scratch->weights.scales = take(factors);
+    scratch->weights.starts = reinterpret_cast<std::int32_t*>(take(factors));
+    scratch->weights.numbers = reinterpret_cast<std::int8_t*>(take(factors * d.key_tile / 2));
     scratch->bytes.scales = take(d.block_rows);
     scratch->bytes.starts = reinterpret_cast<std::int32_t*>(take(d.block_rows * groups * 2));
     scratch->bytes.numbers = reinterpret_cast<std::int8_t*>(take(d.block_rows * d.key_width / 2));

@@ -12,6 +12,7 @@
 #include "flash_codes.h"
 #include "flash_division.h"
 #include "flash_dots.h"
+#include "flash_sums.h"
 #include "kvconv/attention.h"
 #include "kvconv/float16.h"
 #include "vec.h"
@@ -170,6 +171,26 @@ void dot_all_rows(const AttentionParams& p, const Division& d, const RowTile& ti
                                    tile.key_scales + t, d.key_tile,
                                    scratch.scores + r * kFewRowsKeyTile + t, kFewRowsKeyTile);
     });
+  }
+}
+
+// The same as whole numbers; a group that is not whole is left to the factors.
+template <DataType type, int rows>
+void mix_rows_of_words(const AttentionParams& p, const Division& d, const RowTile& tile,
+                       std::int64_t first_row, const Scratch& scratch, float* accumulator,
+                       Calls& calls) {
+  const std::int64_t groups = num_groups(p.value_head_dim);
+  const float* alpha = scratch.alpha + first_row;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    float* sums = accumulator + g * kGroupSize;
+    if (type != DataType::kInt8 || (g + 1) * kGroupSize <= p.value_head_dim) {
+      mix_words<type, rows>(d, scratch.weights, first_row, groups, g, tile.values,
+                            row_bytes(type, p.value_head_dim), tile.count, sums, alpha, calls);
+    } else {
+      mix_codes<type, rows, 1>(scratch.factors + first_row * groups * d.key_tile, d.key_tile,
+                               tile.values, p.value_head_dim, g, tile.count, sums, d.value_width,
+                               alpha, calls);
+    }
   }
 }
 
