@@ -20,7 +20,9 @@ namespace kvconv {
 namespace {
 
 // What is subtracted from a value's code after it was read as a number without a sign.
-constexpr int middle_of(DataType type) { return type == DataType::kInt8 ? 128 : zero_point(type); }
+constexpr std::uint32_t middle_of(DataType type) {
+  return type == DataType::kInt8 ? 128U : static_cast<std::uint32_t>(zero_point(type));
+}
 
 // Whether the scales [groups, key_tile] of a tile's `keys` values are.
 bool are_finite(const float* scales, std::int64_t groups, std::int64_t keys, const Division& d) {
@@ -47,7 +49,9 @@ void round_weights(const Division& d, const float* factors, std::int64_t count, 
       sums = add_integers(
           sums, round_to_words(row + t, inverse, weights.numbers + 2 * (i * d.key_tile + t)));
     }
-    weights.starts[i] = -middle_of(type) * sum_of_integers(sums);
+    // Unsigned, as a weight that is NaN (its row's sum is, too) counts as the least of integers.
+    const auto sum = static_cast<std::uint32_t>(sum_of_integers(sums));
+    weights.starts[i] = static_cast<std::int32_t>(0U - middle_of(type) * sum);
   }
 }
 

@@ -124,7 +124,14 @@ static inline Integers round_to_words(const float* p, float factor, std::int8_t*
   _mm512_storeu_si512(out, _mm512_permutexvar_epi64(order, bytes));
   return _mm512_add_epi32(first, second);
 }
-static inline std::int32_t sum_of_integers(Integers s) { return _mm512_reduce_add_epi32(s); }
+static inline std::int32_t sum_of_integers(Integers s) {  // may wrap
+  const __m256i eight =
+      _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1));
+  return _mm_cvtsi128_si32(four);
+}
 
 // Transposes four words of four bytes in each quarter.
 static inline Words transpose_quarters(Words w) {
