@@ -16,6 +16,10 @@
 namespace kvconv {
 namespace {
 
+// Blocks of kLanes keys that queries meet together as whole numbers: each word of a query is loaded
+// once for all of them, and no sum waits for the one before. Few registers have room for one.
+constexpr int kDotBlocks = kLanes == 16 ? 2 : 1;
+
 constexpr std::int64_t kStripRows = 3 * kLanes;  // rows whose scores are computed at once
 constexpr std::int64_t kMaxBlockRows = 96;       // rows that read a tile of keys after one another
 constexpr std::int64_t kKeyTile = 64;            // keys whose scores are held at once
@@ -182,7 +186,7 @@ struct Scratch {
   float* factors = nullptr;  // [rows, groups of Hv, keys of a tile]: weights times scales
   WeightBytes weights;       // these as whole numbers
   QueryBytes bytes;          // the queries as whole numbers, when keys are multiplied as such,
-  float* words = nullptr;    // and the words of kLanes keys, [words of a key, kLanes]
+  float* words = nullptr;    // and the words of kDotBlocks * kLanes keys, lanes being keys
   float* rows;               // [kLanes, max(key_width, value_width, kKeyTile)]
   float* bias;               // [kFewRowsKeyTile]
   float* alpha;              // [rows]
@@ -221,7 +225,7 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
     scratch->bytes.scales = take(d.block_rows);
     scratch->bytes.starts = reinterpret_cast<std::int32_t*>(take(d.block_rows * groups * 2));
     scratch->bytes.numbers = reinterpret_cast<std::int8_t*>(take(d.block_rows * d.key_width / 2));
-    scratch->words = take(kLanes * round_up(words, kLanes));
+    scratch->words = take(kDotBlocks * kLanes * round_up(words, kLanes));
   }
   scratch->rows = take(kLanes * max_of(max_of(d.key_width, d.value_width), kKeyTile));
   scratch->bias = take(kFewRowsKeyTile);

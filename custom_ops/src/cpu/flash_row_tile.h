@@ -153,24 +153,37 @@ void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
   for (; t < tile.count; ++t) dot(t, Constant<1>());
 }
 
-// The same for all rows at once, as whole numbers; the tile has at least kLanes keys.
+// The same for all rows at once, as whole numbers; the tile has at least `blocks` blocks of keys.
+template <DataType type, int blocks>
+void dot_blocks(const AttentionParams& p, const Division& d, const RowTile& tile,
+                std::int64_t num_rows, const Scratch& scratch, Calls& calls) {
+  constexpr std::int64_t kKeys = blocks * kLanes;
+  const std::int64_t num_words = row_bytes(type, p.head_dim) / 4;
+  for (std::int64_t first = 0; first < tile.count; first += kKeys) {
+    const std::int64_t t = min_of(first, tile.count - kKeys);  // the last blocks may overlap
+    for (int b = 0; b < blocks; ++b) {
+      calls.step();
+      const auto* keys = reinterpret_cast<const float*>(tile.keys) + (t + b * kLanes) * num_words;
+      for (std::int64_t word = 0; word < num_words; word += kLanes) {
+        transpose_part(keys + word, num_words, min_of(kLanes, num_words - word),
+                       scratch.words + word * kKeys + b * kLanes, kKeys);
+      }
+    }
+    for_each_row_group(num_rows, [&](std::int64_t r, auto count) {
+      dot_words<type, count.value, blocks>(
+          d, scratch.bytes, r, scratch.words, num_words, tile.key_scales + t, d.key_tile,
+          scratch.scores + r * kFewRowsKeyTile + t, kFewRowsKeyTile);
+    });
+  }
+}
+
 template <DataType type>
 void dot_all_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
                   std::int64_t num_rows, const Scratch& scratch, Calls& calls) {
-  const std::int64_t num_words = row_bytes(type, p.head_dim) / 4;
-  for (std::int64_t block = 0; block < tile.count; block += kLanes) {
-    calls.step();
-    const std::int64_t t = min_of(block, tile.count - kLanes);  // the last block may overlap
-    const auto* keys = reinterpret_cast<const float*>(tile.keys) + t * num_words;
-    for (std::int64_t word = 0; word < num_words; word += kLanes) {
-      transpose_part(keys + word, num_words, min_of(kLanes, num_words - word),
-                     scratch.words + word * kLanes, kLanes);
-    }
-    for_each_row_group(num_rows, [&](std::int64_t r, auto count) {
-      dot_words<type, count.value>(d, scratch.bytes, r, scratch.words, num_words,
-                                   tile.key_scales + t, d.key_tile,
-                                   scratch.scores + r * kFewRowsKeyTile + t, kFewRowsKeyTile);
-    });
+  if (tile.count >= kDotBlocks * kLanes) {
+    dot_blocks<type, kDotBlocks>(p, d, tile, num_rows, scratch, calls);
+  } else {
+    dot_blocks<type, 1>(p, d, tile, num_rows, scratch, calls);
   }
 }
 
