@@ -126,7 +126,10 @@ class Sums:
 def measure(
     models: list[Model], windows: Iterable[npt.NDArray[np.int64]], size: int
 ) -> dict[str, Sums]:
-    """Run all models side by side over the windows, `size` tokens at a time; the first is what others are compared with."""
+    """Run all models side by side over the windows, `size` tokens at a time.
+
+    The first is what the others are compared with.
+    """
     sums = {model.name: Sums() for model in models}
     for number, window in enumerate(windows):
         print(f"window {number + 1}", file=sys.stderr)
