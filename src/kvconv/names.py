@@ -68,9 +68,11 @@ FLASH_ATTENTION_INPUTS = (
     "past_key_scale",
     "past_value_scale",
     "past_sequence_length",
+    "kernels",
 )
 """Inputs of kvconv::FlashAttention in order; all after past_value are optional.
 
+kernels is for CUDA alone: the bundle's KERNELS_FILE, a constant of the graph, uint8 [its bytes].
 key and value may be absent together: query is then [batch, sequence, (num_heads + kv_num_heads) *
 head_dim + kv_num_heads * value_head_dim], each token's query heads, key heads and value heads.
 """
