@@ -116,12 +116,10 @@ std::unique_ptr<Module> read_cubin(const unsigned char* image) {
   const unsigned char* names = image + read<std::uint64_t>(section(names_index) + 0x18);
   const std::string prefix = ".nv.info.";
   for (unsigned i = 0; i < num_sections; ++i) {
-    const std::string name =
-        reinterpret_cast<const char*>(names + read<std::uint32_t>(section(i)));
+    const std::string name = reinterpret_cast<const char*>(names + read<std::uint32_t>(section(i)));
     if (name.compare(0, prefix.size(), prefix) != 0) continue;
-    module->kernels[name.substr(prefix.size())] =
-        read_info(image + read<std::uint64_t>(section(i) + 0x18),
-                  read<std::uint64_t>(section(i) + 0x20));
+    module->kernels[name.substr(prefix.size())] = read_info(
+        image + read<std::uint64_t>(section(i) + 0x18), read<std::uint64_t>(section(i) + 0x20));
   }
   return module;
 }
@@ -302,9 +300,9 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
   return 0;
 }
 
-int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
-                   void** arguments, void** extra) {
+int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                   void* stream, void** arguments, void** extra) {
   FAIL_IF_ASKED();
   const Function& function = *static_cast<Function*>(handle);
   const KernelFacts& facts = function.facts;

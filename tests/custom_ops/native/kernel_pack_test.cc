@@ -43,8 +43,8 @@ std::string hex(std::span<const std::uint8_t> bytes) {
 
 void test_sha256() {
   const auto digest = [](const std::string& text) {
-    return hex(cuda::sha256(std::span(reinterpret_cast<const std::uint8_t*>(text.data()),
-                                      text.size())));
+    return hex(
+        cuda::sha256(std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size())));
   };
   CHECK(digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", "empty");
   CHECK(digest("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", "abc");
@@ -117,8 +117,8 @@ void test_each_damage_has_its_message() {
   check(with(kEntry + 40, 64, 4), "64 warps");
   check(with(kEntry + 48, 0, 4), "tiles of 0 x 32");
   check(with(kEntry + 64, 65, 4), "65 arguments");
-  check(with(kEntry + 72, 64, 8), "bytes at 64");           // inside the table
-  check(with(kEntry + 72, 705, 8), "bytes at 705");         // not aligned
+  check(with(kEntry + 72, 64, 8), "bytes at 64");    // inside the table
+  check(with(kEntry + 72, 705, 8), "bytes at 705");  // not aligned
   check(with(kEntry + 72, std::uint64_t{1} << 63, 8), "the file has");
   check(with(kEntry + 80, 0, 8), "said to be 0 bytes");
   check(with(kEntry + 80, ~std::uint64_t{0}, 8), "the file has");
@@ -180,7 +180,7 @@ void test_choice_is_the_newest_that_runs() {
   check_complains([&] { chosen(kernels, {75, 65536}); },
                   "compute capability 7.5 and 65536 bytes of shared memory for a block; the kernel "
                   "pack has sm_80, sm_86, sm_90, PTX from 8.0");
-  for (std::uint32_t Variant::*field :
+  for (std::uint32_t Variant::* field :
        {&Variant::head_dim, &Variant::value_head_dim, &Variant::group, &Variant::rotary_dim,
         &Variant::features}) {
     Variant other = variant;

@@ -28,8 +28,8 @@ inline std::string ptx_of(const PackedKernel& kernel) {
   std::string text = "//\n.visible .entry " + kernel.function + "(\n";
   std::size_t index = 0;
   const auto add = [&](const char* type) {
-    text += (index == 0 ? "" : ",\n") + std::string("  .param .") + type + " p" +
-            std::to_string(index);
+    text +=
+        (index == 0 ? "" : ",\n") + std::string("  .param .") + type + " p" + std::to_string(index);
     ++index;
   };
   for (cuda::Argument argument : kernel.arguments) {
