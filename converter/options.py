@@ -217,6 +217,7 @@ class ExportReport:
             in 10^6 bytes; None where unknown.
         size_bytes: All files of the bundle.
         weights: What quantising did; None where no weight was to be quantised.
+        provider: What the bundle is for.
     """
 
     path: Path
@@ -227,6 +228,7 @@ class ExportReport:
     peak_memory_mb: float | None
     size_bytes: int
     weights: WeightsReport | None = None
+    provider: Provider = "cpu"
 
 
 class Verifier(Protocol):

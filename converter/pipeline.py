@@ -111,6 +111,7 @@ def export(
         ),
         size_bytes=size_bytes,
         weights=traced.weights,
+        provider=options.provider,
     )
 
 
