@@ -37,7 +37,11 @@ def apply(editor: Editor) -> Outcome:
     for node in nodes:
         length = editor.add_input(names.PAST_SEQUENCE_LENGTH, np.int32, [1])
         set_operand(node, "past_sequence_length", length)
-    return Outcome(len(nodes))
+    reason = (
+        "caches on CUDA are shared buffers whose length is an input, which optimum and "
+        "onnxruntime-genai cannot drive; an export without --provider cuda writes a bundle for them"
+    )
+    return Outcome(len(nodes), (Refusal(NAME, names.PAST_SEQUENCE_LENGTH, reason),))
 
 
 def check(graph: gs.Graph) -> tuple[Refusal, ...]:

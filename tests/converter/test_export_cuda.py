@@ -147,6 +147,7 @@ def test_kernels_come_with_cuda_and_with_nothing_else(tmp_path, checkpoint):
             )
 
 
+@pytest.mark.kinds
 def test_model_that_reads_the_masks_width_is_refused(tmp_path, checkpoint):
     with pytest.raises(RewriteError, match="reads attention_mask, whose width"):
         export(
