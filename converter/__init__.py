@@ -6,10 +6,16 @@ imports neither PyTorch nor ONNX.
 
 import os
 
-from kvconv.converter.options import ExportOptions, ExportReport, Progress, Verifier
+from kvconv.converter.options import (
+    ExportOptions,
+    ExportReport,
+    KernelBuilder,
+    Progress,
+    Verifier,
+)
 from kvconv.converter.pipeline import export
 
-__all__ = ["ExportOptions", "ExportReport", "Progress", "Verifier", "export"]
+__all__ = ["ExportOptions", "ExportReport", "KernelBuilder", "Progress", "Verifier", "export"]
 
 # PyTorch's OpenMP threads spin while they wait, which on cores shared with anything else makes a
 # decoder ten times slower. OpenMP reads this when PyTorch is imported, which comes later.

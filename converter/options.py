@@ -12,6 +12,8 @@ from kvconv.manifest import (
     ActivationDtype,
     AttentionFlavour,
     CacheDtype,
+    Kernels,
+    Provider,
     Quantization,
     QuantizedDtype,
     Verification,
@@ -26,6 +28,8 @@ class ExportOptions:
     """How to export.
 
     Attributes:
+        provider: What the bundle is for. One for CUDA runs on the CPU too, though slower than one
+            for the CPU alone.
         dtype: Type of activations, and of weights unless `weights` says otherwise; checkpoints of
             other types are converted.
         weights: Type of linear weights; None is `dtype`.
@@ -51,6 +55,7 @@ class ExportOptions:
             and `sort_columns`. For measurements; no option of the command line.
     """
 
+    provider: Provider = "cpu"
     dtype: ActivationDtype = "float32"
     weights: QuantizedDtype | None = None
     block_size: int | None = None
@@ -73,7 +78,13 @@ class ExportOptions:
 
         Raises:
             ValueError: There is no such block size or accuracy level.
+            ExportError: The flavour has no kernels of kvconv's on CUDA.
         """
+        if self.provider == "cuda" and self.attention != "flash":
+            raise ExportError(
+                f"--attention {self.attention} was asked for with --provider cuda, which brings "
+                f"CUDA kernels for the flash flavour. Leave out one of the two."
+            )
         if self.block_size not in (None, *BLOCK_SIZES):
             raise ValueError(
                 f"block_size is {self.block_size}; it is one of {_listed(BLOCK_SIZES)}"
@@ -85,9 +96,20 @@ class ExportOptions:
             )
 
     @property
+    def has_own_weights(self) -> bool:
+        """Whether quantised weights are for kvconv's operators, and not for ONNX Runtime's."""
+        return self.attention == "flash" and self.provider == "cpu"
+
+    @property
+    def accuracy_levels(self) -> tuple[AccuracyLevel, ...]:
+        """The accuracy levels that there are, the default first."""
+        # On CUDA, ONNX Runtime's operator multiplies in the activations' type.
+        return (1,) if self.provider == "cuda" else FLAVOURS[self.attention].accuracy_levels
+
+    @property
     def chosen_accuracy_level(self) -> AccuracyLevel:
-        """The accuracy level asked for, or the flavour's default."""
-        return self.accuracy_level or FLAVOURS[self.attention].accuracy_levels[0]
+        """The accuracy level asked for, or the default."""
+        return self.accuracy_level or self.accuracy_levels[0]
 
     @property
     def chosen_block_size(self) -> int:
@@ -144,12 +166,14 @@ class ExportOptions:
                 "--asymmetric was asked for, but int8 weights are symmetric: zero points would "
                 "bring them nothing. Leave it out, or take --weights int4."
             )
-        levels = FLAVOURS[self.attention].accuracy_levels
+        levels = self.accuracy_levels
         if self.chosen_accuracy_level not in levels:
+            where = "CUDA" if self.provider == "cuda" else f"the {self.attention} flavour"
+            remedy = "leave it out" if self.provider == "cuda" else "--attention flash"
             raise ExportError(
-                f"--accuracy-level {self.accuracy_level} was asked for, but the operator of the "
-                f"{self.attention} flavour computes it as level 1. Take one of "
-                f"{_listed(sorted(levels))}, or --attention flash."
+                f"--accuracy-level {self.accuracy_level} was asked for, but the operator of "
+                f"{where} computes it as level 1. Take one of {_listed(sorted(levels))}, or "
+                f"{remedy}."
             )
         return Quantization(
             block_size=self.chosen_block_size,
@@ -193,6 +217,7 @@ class ExportReport:
             in 10^6 bytes; None where unknown.
         size_bytes: All files of the bundle.
         weights: What quantising did; None where no weight was to be quantised.
+        provider: What the bundle is for.
     """
 
     path: Path
@@ -203,6 +228,7 @@ class ExportReport:
     peak_memory_mb: float | None
     size_bytes: int
     weights: WeightsReport | None = None
+    provider: Provider = "cpu"
 
 
 class Verifier(Protocol):
@@ -228,6 +254,23 @@ class Verifier(Protocol):
 
     def compare(self, folder: Path, reference: object) -> Verification:
         """Run the bundle in a folder and compare; PyTorch's weights are gone by now."""
+        ...
+
+
+class KernelBuilder(Protocol):
+    """Compiles the CUDA kernels of a bundle; no GPU is needed."""
+
+    def build(self, model_path: Path) -> tuple[bytes, Kernels]:
+        """Return the content of `kvconv.names.KERNELS_FILE`, and what the manifest says of it.
+
+        The same model gives the same bytes.
+
+        Args:
+            model_path: The rewritten model; its weights are not read.
+
+        Raises:
+            ExportError: An attention has a shape that kvconv has no CUDA kernels for.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ from kvconv.converter.model_name import parse_model_name
 from kvconv.converter.options import (
     ExportOptions,
     ExportReport,
+    KernelBuilder,
     Progress,
     Verifier,
     WeightsReport,
@@ -27,6 +28,7 @@ from kvconv.errors import ExportError
 from kvconv.manifest import (
     CacheDtype,
     CacheLayer,
+    Kernels,
     Manifest,
     Quantization,
     RunSizes,
@@ -50,6 +52,7 @@ def export(
     options: ExportOptions | None = None,
     verifier: Verifier | None = None,
     *,
+    kernels: KernelBuilder | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Convert a decoder into a bundle.
@@ -59,6 +62,7 @@ def export(
         output: The bundle to write; it appears only when it is complete.
         options: Everything else; None is the defaults.
         verifier: Compares the result with PyTorch; None skips that, and the manifest says so.
+        kernels: Compiles the CUDA kernels of a bundle for CUDA, which it is no bundle without.
         progress: Hears the name of each stage as it begins.
 
     Raises:
@@ -70,6 +74,12 @@ def export(
         VerificationError: The result differs from PyTorch by more than the dtype's tolerance.
     """
     options = options or ExportOptions()
+    if (options.provider == "cuda") != (kernels is not None):
+        raise ValueError(
+            f"provider is {options.provider!r}, and kernels "
+            f"{'is None' if kernels is None else 'are given'}; bundles for CUDA have kernels, and "
+            f"others have none"
+        )
     stages = _Stages(progress)
     with bundle.new_bundle(Path(output), overwrite=options.overwrite) as folder:
         traced = _trace(model, options, verifier, folder, stages)
@@ -77,8 +87,12 @@ def export(
         with stages("rewrite"):
             report = _rewrite(folder, options, traced.max_sequence_length)
             report = dataclasses.replace(report, counts=traced.counts | report.counts)
+        built = None
+        if kernels is not None:
+            with stages("kernels"):
+                built = _add_kernels(folder, kernels)
         with stages("finish"):
-            manifest = _finish(folder, options, traced, report)
+            manifest = _finish(folder, options, traced, report, built)
         verification = manifest.verification
         if verifier is not None:
             with stages("verify"):
@@ -97,6 +111,7 @@ def export(
         ),
         size_bytes=size_bytes,
         weights=traced.weights,
+        provider=options.provider,
     )
 
 
@@ -283,6 +298,7 @@ def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> 
         opset=options.opset,
         max_sequence_length=max_sequence_length,
         cache_dtype=options.cache_dtype(),
+        provider=options.provider,
         without=(options.without - {"pack", "sort_columns"})
         | ({"ring"} if not options.ring else set()),
     )
@@ -290,8 +306,21 @@ def _rewrite(folder: Path, options: ExportOptions, max_sequence_length: int) -> 
     return report
 
 
+def _add_kernels(folder: Path, kernels: KernelBuilder) -> Kernels:
+    from kvconv.converter.kernel_input import attach
+
+    content, built = kernels.build(folder / names.MODEL_FILE)
+    (folder / names.KERNELS_FILE).write_bytes(content)
+    attach(folder / names.MODEL_FILE, len(content))
+    return built
+
+
 def _finish(
-    folder: Path, options: ExportOptions, traced: _Traced, report: "RewriteReport"
+    folder: Path,
+    options: ExportOptions,
+    traced: _Traced,
+    report: "RewriteReport",
+    kernels: Kernels | None,
 ) -> Manifest:
     """Add the op library and the manifest; the folder is a bundle afterwards."""
     import shutil
@@ -327,6 +356,7 @@ def _finish(
         rewrites=report.counts,
         files=bundle.list_files(folder),
         run_sizes=traced.run_sizes,
+        kernels=kernels,
         refusals=(*traced.notices, *map(str, report.refusals)),
     )
     manifest.write(folder)

@@ -122,7 +122,7 @@ def quantize(model: ir.Model, options: ExportOptions) -> tuple[WeightsReport, li
             f"exports without --weights."
         )
     common.RemoveUnusedNodesPass()(model)
-    if options.attention == "flash":
+    if options.has_own_weights:
         model.opset_imports.setdefault(names.OP_DOMAIN, names.FLOAT_CACHES_OP_VERSION)
     else:
         model.opset_imports.setdefault(names.ORT_DOMAIN, 1)
@@ -291,7 +291,7 @@ def _nbits_weight(
         in_features=in_features,
         dtype=tensor.dtype,
     )
-    own_ops = options.attention == "flash"
+    own_ops = options.has_own_weights
 
     def made(bits: int, block_size: int) -> NBitsWeight:
         symmetric = bits == 8 or options.symmetric

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvconv.manifest import Provider
 from kvconv.plan import check_chunk, default_chunk
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.capacity import (
@@ -25,7 +26,6 @@ from kvconv.runtime.capacity import (
 from kvconv.runtime.chat_template import ChatTemplate, Message
 from kvconv.runtime.flavour_check import check_chunks, check_prompts
 from kvconv.runtime.kv_cache import KVCache
-from kvconv.runtime.ort_options import Provider
 from kvconv.runtime.row import GenerationEvent, Row
 from kvconv.runtime.sampling import SamplingParams
 from kvconv.runtime.session import Session, check_max_sequence_length
@@ -85,6 +85,7 @@ class Generator:
         use_bundle_library: bool = False,
         prefill_chunk: int | None = None,
         spin: bool = True,
+        cuda_graph: bool = True,
     ) -> "Generator":
         """Open a bundle and load its model.
 
@@ -96,6 +97,7 @@ class Generator:
             use_bundle_library: See `Session`.
             prefill_chunk: As for the class.
             spin: See `Session`.
+            cuda_graph: See `Session`.
 
         Raises:
             BundleError: The bundle is missing or damaged.
@@ -110,6 +112,7 @@ class Generator:
             provider=provider,
             use_bundle_library=use_bundle_library,
             spin=spin,
+            cuda_graph=cuda_graph,
         )
         return cls(
             session,

@@ -2,9 +2,9 @@
 
 `SharedBufferCache` (flash and gqa bundles) binds past and present to the same memory, so a run
 copies nothing; `ConcatCache` (standard bundles) takes each run's longer presents as the next pasts.
-Both live in host memory. `kvconv.cache_layout` says which tensors a layer has: keys and values, and
-scales where they are quantised. Layers that are rings hold their newest tokens only, in shared
-buffers. Blocks can come behind the same interface.
+Both live in host memory; those of `device_cache.py` do not. `kvconv.cache_layout` says which
+tensors a layer has: keys and values, and scales where they are quantised. Layers that are rings
+hold their newest tokens only, in shared buffers. Blocks can come behind the same interface.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from kvconv.manifest import CacheLayer
 
 # Type of the numpy array that owns the memory, ONNX TensorProto element type. numpy has no
 # bfloat16; ONNX Runtime is told what the 16 bits mean.
-_ELEMENT_TYPES: dict[ElementType, tuple[npt.DTypeLike, int]] = {
+ELEMENT_TYPES: dict[ElementType, tuple[npt.DTypeLike, int]] = {
     "float32": (np.float32, 1),
     "float16": (np.float16, 10),
     "bfloat16": (np.uint16, 16),
@@ -83,10 +83,21 @@ class BoundArrays:
             value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
             self._binding.bind_ortvalue_output(name, value)
 
+    def bind_value(
+        self, name: str, value: onnxruntime.OrtValue, *, is_output: bool = False
+    ) -> None:
+        """Let runs read, or write, a tensor wherever it lies."""
+        self.changes += 1
+        self._arrays.pop(name, None)
+        bind = (
+            self._binding.bind_ortvalue_output if is_output else self._binding.bind_ortvalue_input
+        )
+        bind(name, value)
+
     def release_output(self, name: str) -> None:
         """Let go of the array that runs wrote into, which would live as long as the cache."""
         self.changes += 1
-        del self._arrays[name]
+        self._arrays.pop(name, None)
         self._binding.bind_output(name)
 
 
@@ -223,10 +234,12 @@ class KVCache(ABC):
             for tensor in stored_tensors(layer)
         ]
 
-    def _bind(self, pasts: Sequence[CacheTensor], presents: Sequence[CacheTensor]) -> None:
+    def _bind(
+        self, pasts: Sequence[onnxruntime.OrtValue], presents: Sequence[onnxruntime.OrtValue]
+    ) -> None:
         for (layer, tensor), past, present in zip(self._stored, pasts, presents, strict=True):
-            self._binding.bind_ortvalue_input(names.past(layer, tensor.name), past.value)
-            self._binding.bind_ortvalue_output(names.present(layer, tensor.name), present.value)
+            self._binding.bind_ortvalue_input(names.past(layer, tensor.name), past)
+            self._binding.bind_ortvalue_output(names.present(layer, tensor.name), present)
 
     def _check_rewind(self, length: int) -> None:
         if not 0 <= length <= self._length:
@@ -247,15 +260,40 @@ class SharedBufferCache(KVCache):
     """Buffers allocated once, where past and present are the same memory.
 
     Those of rings hold their newest tokens, all others the full capacity.
+
+    Args:
+        layers: One per layer of the model.
+        batch_size: Sequences.
+        capacity: Tokens per sequence.
+        new_binding: Makes a binding of the session.
+        has_length: Whether the graph takes the past length as an input, as it does with rings.
     """
 
+    def __init__(
+        self,
+        layers: Sequence[CacheLayer],
+        batch_size: int,
+        capacity: int,
+        new_binding: Callable[[], onnxruntime.IOBinding],
+        *,
+        has_length: bool | None = None,
+    ) -> None:
+        has_rings = any(layer.cache_mode == "ring" for layer in layers)
+        self._has_length = has_rings if has_length is None else has_length
+        super().__init__(layers, batch_size, capacity, new_binding)
+
     def _allocate(self) -> None:
-        # The memory is not touched: the system backs a slot only when a token is written to it.
-        self._tensors = self._new_tensors(self.capacity)
-        self._bind(self._tensors, self._tensors)
         self._most_written = 0  # since it was empty: what a rewind takes back was written too
         self._past_length = np.zeros(1, np.int32)
-        if any(layer.cache_mode == "ring" for layer in self._layers):
+        self._allocate_buffers()
+
+    def _allocate_buffers(self) -> None:
+        """Make and bind the buffers, and the past length where the graph takes it."""
+        # The memory is not touched: the system backs a slot only when a token is written to it.
+        self._tensors = self._new_tensors(self.capacity)
+        values = [tensor.value for tensor in self._tensors]
+        self._bind(values, values)
+        if self._has_length:
             value = onnxruntime.OrtValue.ortvalue_from_numpy(self._past_length)
             self._binding.bind_ortvalue_input(names.PAST_SEQUENCE_LENGTH, value)
 
@@ -295,7 +333,13 @@ class SharedBufferCache(KVCache):
 
     def fork(self) -> Self:
         """Return a copy; only slots in use are copied."""
-        copy = type(self)(self._layers, self.batch_size, self.capacity, self._new_binding)
+        copy = type(self)(
+            self._layers,
+            self.batch_size,
+            self.capacity,
+            self._new_binding,
+            has_length=self._has_length,
+        )
         for source, target in zip(self._tensors, copy._tensors, strict=True):
             target.array[:, :, : self._length] = source.array[:, :, : self._length]
         copy._length, copy._most_written = self._length, self._most_written
@@ -317,7 +361,9 @@ class ConcatCache(KVCache):
     def prepare_run(self, sequence_length: int) -> onnxruntime.IOBinding:
         """Allocate presents that are longer by the new tokens, and bind them."""
         self._presents = self._new_tensors(self._length + sequence_length)
-        self._bind(self._pasts, self._presents)
+        self._bind(
+            [tensor.value for tensor in self._pasts], [tensor.value for tensor in self._presents]
+        )
         return self._binding
 
     def commit_run(self, sequence_length: int) -> None:
@@ -348,7 +394,7 @@ class ConcatCache(KVCache):
 
 def _new_tensor(shape: tuple[int, ...], element: ElementType) -> CacheTensor:
     """Allocate without touching the memory, on a boundary that suits vector loads."""
-    storage, element_type = _ELEMENT_TYPES[element]
+    storage, element_type = ELEMENT_TYPES[element]
     num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
     memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES

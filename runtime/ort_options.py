@@ -1,7 +1,7 @@
 """How ONNX Runtime is set up for a bundle: options, op library, providers, and its errors."""
 
 import os
-from typing import Literal
+from typing import Any
 
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state
@@ -9,9 +9,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 from kvconv import custom_ops, names
 from kvconv.errors import LibraryError, ProviderError
 from kvconv.flavour import FLAVOURS
+from kvconv.manifest import Provider
+from kvconv.runtime import cuda
 from kvconv.runtime.bundle import Bundle
 
-Provider = Literal["cpu", "cuda"]
 _PROVIDERS: dict[str, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _FATAL_ONLY = 4
 
@@ -109,13 +110,26 @@ def register_library(
         ) from error
 
 
-def execution_providers(bundle: Bundle, provider: Provider) -> list[str]:
-    """Return ONNX Runtime's names of the provider asked for and of those it needs.
+def execution_providers(
+    bundle: Bundle, provider: Provider, *, cuda_graph: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the provider asked for and those it needs: ONNX Runtime's names, and options.
+
+    Args:
+        bundle: What will run.
+        provider: `cpu` or `cuda`.
+        cuda_graph: Whether runs may be captured as CUDA graphs.
 
     Raises:
         ProviderError: It is not available, or has no kernel for the bundle's attention.
     """
     available = onnxruntime.get_available_providers()
+    if provider == "cuda" and (why := cuda.why_unavailable()) is not None:
+        raise ProviderError(
+            f"CUDA cannot be used: {why}.",
+            provider=provider,
+            available=[name for name, full in _PROVIDERS.items() if full in available],
+        )
     if provider not in _PROVIDERS or _PROVIDERS[provider] not in available:
         usable = [name for name, full in _PROVIDERS.items() if full in available]
         raise ProviderError(
@@ -125,14 +139,15 @@ def execution_providers(bundle: Bundle, provider: Provider) -> list[str]:
             available=usable,
         )
     if provider == "cpu":
-        return [_PROVIDERS["cpu"]]
-    if FLAVOURS[bundle.manifest.attention].shared_buffer:
+        return [(_PROVIDERS["cpu"], {})]
+    if FLAVOURS[bundle.manifest.attention].shared_buffer and bundle.manifest.kernels is None:
         # Buffers lie in host memory: ONNX Runtime would copy every cache to and fro, in silence.
         raise ProviderError(
-            f"kvconv has no CUDA kernel for the {bundle.manifest.attention} attention of "
-            f"{bundle.path}. Use --provider cpu, or export with --attention standard.",
+            f"{bundle.path} was exported for the CPU and has no CUDA kernels. Use --provider cpu, "
+            f"or export the model again with --provider cuda.",
             provider=provider,
             available=["cpu"],
         )
     # The CPU provider carries the few operators on shapes.
-    return [_PROVIDERS[provider], _PROVIDERS["cpu"]]
+    options = {"enable_cuda_graph": "1"} if cuda_graph else {}
+    return [(_PROVIDERS[provider], options), (_PROVIDERS["cpu"], {})]

@@ -14,14 +14,15 @@ from kvconv import memory, names, plan
 from kvconv.cache_layout import stored_tensors
 from kvconv.errors import BundleError, CacheFullError, KvconvError, ProviderError
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import Manifest
+from kvconv.manifest import Manifest, Provider
 from kvconv.runtime.bundle import Bundle
 from kvconv.runtime.decode_step import DecodeStep
+from kvconv.runtime.device_cache import DeviceCache
+from kvconv.runtime.device_step import DeviceStep
 from kvconv.runtime.flavour_check import check_run
 from kvconv.runtime.kv_cache import ConcatCache, KVCache, SharedBufferCache
 from kvconv.runtime.ort_options import (
     ORT_ERRORS,
-    Provider,
     execution_providers,
     reason,
     register_library,
@@ -34,6 +35,9 @@ from kvconv.runtime.run_arrays import (
     int64_array,
     int64_of_shape,
 )
+
+_NO_GRAPH = -1
+"""Of a run that ONNX Runtime neither captures nor replays."""
 
 
 class Session:
@@ -51,6 +55,8 @@ class Session:
         profile: Let ONNX Runtime note the time of every node, for a file whose name begins so;
             `end_profile` writes it. None for full speed.
         spin: Whether threads spin while they wait; see `session_options`.
+        cuda_graph: Whether decode steps on CUDA are captured, and run as one launch. Takes a graph
+            whose operators all have CUDA kernels.
 
     Raises:
         LibraryError: The op library is absent, too old, or refused by ONNX Runtime.
@@ -68,14 +74,18 @@ class Session:
         use_bundle_library: bool = False,
         profile: Path | None = None,
         spin: bool = True,
+        cuda_graph: bool = True,
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}; it must be at least 1")
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.provider = provider
-        plan.check_weights_fit(plan.bundle_sizes(self.manifest), memory.free_memory_bytes())
-        providers = execution_providers(bundle, provider)
+        self._device = "cuda" if provider == "cuda" and self.manifest.kernels else None
+        self._has_graphs = cuda_graph and self._device is not None
+        providers = execution_providers(bundle, provider, cuda_graph=self._has_graphs)
+        if provider == "cpu":  # how much a GPU has free, nobody here can tell
+            plan.check_weights_fit(plan.bundle_sizes(self.manifest), memory.free_memory_bytes())
         options = session_options(threads, spin=spin)
         if profile is not None:
             options.enable_profiling = True
@@ -88,13 +98,13 @@ class Session:
         except ORT_ERRORS as error:
             raise BundleError(
                 f"ONNX Runtime {onnxruntime.__version__} cannot load {names.MODEL_FILE} of "
-                f"{bundle.path}: {reason(error)} Check the files with `kvconv inspect --check "
-                f"{bundle.path}`; if they are whole, upgrade onnxruntime or export again.",
+                f"{bundle.path}: {reason(error)} {self._load_remedy()}",
                 file=names.MODEL_FILE,
             ) from error
-        if providers[0] not in self._session.get_providers():
+        name = providers[0][0]
+        if name not in self._session.get_providers():
             raise ProviderError(
-                f"ONNX Runtime has {providers[0]} but could not start it (are its CUDA and cuDNN "
+                f"ONNX Runtime has {name} but could not start it (are its CUDA and cuDNN "
                 f"libraries installed?). Use --provider cpu, or see `kvconv doctor`.",
                 provider=provider,
                 available=self._session.get_providers(),
@@ -116,11 +126,18 @@ class Session:
             NotEnoughMemoryError: The full cache and what a run takes are more than is free.
         """
         self.check_cache(batch_size, max_sequence_length, prefill_chunk=prefill_chunk)
-        shared_buffer = FLAVOURS[self.manifest.attention].shared_buffer
-        kind = SharedBufferCache if shared_buffer else ConcatCache
-        return kind(
-            self.manifest.cache_layers, batch_size, max_sequence_length, self._session.io_binding
+        arguments = (
+            self.manifest.cache_layers,
+            batch_size,
+            max_sequence_length,
+            self._session.io_binding,
         )
+        if self._device is not None:
+            return DeviceCache(*arguments, device=self._device)
+        if not FLAVOURS[self.manifest.attention].shared_buffer:
+            return ConcatCache(*arguments)
+        has_length = names.PAST_SEQUENCE_LENGTH in self.manifest.inputs
+        return SharedBufferCache(*arguments, has_length=has_length)
 
     def check_cache(
         self, batch_size: int, max_sequence_length: int, *, prefill_chunk: int | None = None
@@ -142,6 +159,8 @@ class Session:
                 f"must be at least 1"
             )
         check_max_sequence_length(self.manifest, max_sequence_length)
+        if self._device is not None:
+            return
         # The system backs buffers only as they fill, and would kill the process half-way.
         planned = plan.plan(
             plan.bundle_sizes(self.manifest),
@@ -242,11 +261,19 @@ class Session:
         # The last step sees the whole mask; every other one sees where that begins.
         check_run(self.manifest.attention, mask, count_positions(mask, cache.capacity - 1))
         has_positions = names.POSITION_IDS in self.manifest.inputs
+        if isinstance(cache, DeviceCache):
+            return DeviceStep(
+                cache, mask, logits, has_positions=has_positions, execute=self._execute
+            )
         return DecodeStep(cache, mask, logits, has_positions=has_positions, execute=self._execute)
 
-    def _execute(self, binding: onnxruntime.IOBinding) -> None:
+    def _execute(self, binding: onnxruntime.IOBinding, graph_id: int = _NO_GRAPH) -> None:
+        options = None
+        if self._has_graphs:
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(graph_id))
         try:
-            self._session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(binding, options)
         except ORT_ERRORS as error:
             raise KvconvError(
                 f"ONNX Runtime failed while running {self.bundle.path}: {reason(error)} The cache "
@@ -256,6 +283,14 @@ class Session:
     def end_profile(self) -> Path:
         """Write the profile of a session that was made with one, and return the JSON file."""
         return Path(self._session.end_profiling())
+
+    def _load_remedy(self) -> str:
+        if self._has_graphs:
+            return "If it is about CUDA graphs, use --no-cuda-graph."
+        return (
+            f"Check the files with `kvconv inspect --check {self.bundle.path}`; if they are whole, "
+            f"upgrade onnxruntime or export again."
+        )
 
     def _check_names(self) -> None:
         """The graph must take and give what the manifest says, and what every run binds."""

@@ -21,21 +21,22 @@ The flash flavour, in order, and why:
 8. `heads`                Transposes and Reshapes around the op disappear.
 9. `scale`                A constant factor of the query goes into the op's scale.
 10. `ring`                Windowed caches keep their newest tokens only. After `mask`.
-11. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
-12. `balance_heads`       For quantised caches: those norms' weights. After `head_norm`.
-13. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
-14. `stored_cache`        Keys and values get the type that they are stored in, and scales.
-15. `gated`               act(gate) * up -> GatedActivation.
-16. `skip_norm`           Residual Add and norm -> one node. After `norm`.
-17. `num_logits_to_keep`  Slice in front of the LM head.
-18. `float32_logits`      After the Slice, so that only kept logits are cast.
-19. `tidy`                Again, over what the rules left behind.
-20. `cache_use`           A check: nothing but the op may look at the cache.
-21. `calls`               A check: masks are causal, and say what the attention calls said.
+11. `length_input`        For CUDA: past_sequence_length is an input. After `ring`.
+12. `head_norm`           Norms of query and key heads -> HeadRMSNormalization. After `heads`.
+13. `balance_heads`       For quantised caches: those norms' weights. After `head_norm`.
+14. `packed_qkv`          The op reads a packed projection. Last of those that look at operands.
+15. `stored_cache`        Keys and values get the type that they are stored in, and scales.
+16. `gated`               act(gate) * up -> GatedActivation.
+17. `skip_norm`           Residual Add and norm -> one node. After `norm`.
+18. `num_logits_to_keep`  Slice in front of the LM head.
+19. `float32_logits`      After the Slice, so that only kept logits are cast.
+20. `tidy`                Again, over what the rules left behind.
+21. `cache_use`           A check: nothing but the op may look at the cache.
+22. `calls`               A check: masks are causal, and say what the attention calls said.
 
-The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10 to 12 and 14
-to 16. The standard flavour replaces 5 to 16 by `standard` (ONNX Attention or decomposed operators),
-and has no use for 20.
+The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10 to 13 and 15
+to 17. The standard flavour replaces 5 to 17 by `standard` (ONNX Attention or decomposed operators),
+and has no use for 21. Graphs for CUDA do without `CPU_RULES`, whose operators have no CUDA kernels.
 
 The graph's large constants lie in the weights file and are never loaded: rules pass them on, and
 evaluation refuses to reach them. Graphs are read and written by `io`.
@@ -60,6 +61,7 @@ from kvconv.converter.rewrite import (
     gqa,
     head_norm,
     heads,
+    length_input,
     mask,
     norm,
     num_logits,
@@ -77,7 +79,7 @@ from kvconv.converter.rewrite.graph import Editor, Outcome, Refusal, find
 from kvconv.converter.rewrite.io import read_graph, restore_overridable, write_graph
 from kvconv.errors import RewriteError
 from kvconv.flavour import FLAVOURS
-from kvconv.manifest import AttentionFlavour, CacheDtype
+from kvconv.manifest import AttentionFlavour, CacheDtype, Provider
 
 __all__ = [
     "OPTIONAL_RULES",
@@ -104,7 +106,16 @@ _AFTER: tuple[Rule, ...] = (num_logits, float32_logits, tidy)
 _FLASH: tuple[Rule, ...] = (flash, mask, rotary, heads, scale)
 _RULES: dict[AttentionFlavour, tuple[Rule, ...]] = {
     "flash": (
-        *(*_BEFORE, *_FLASH, ring, head_norm, balance_heads, packed_qkv, stored_cache),
+        *(
+            *_BEFORE,
+            *_FLASH,
+            ring,
+            length_input,
+            head_norm,
+            balance_heads,
+            packed_qkv,
+            stored_cache,
+        ),
         *(gated, skip_norm, *_AFTER),
     ),
     "gqa": (*_BEFORE, *_FLASH, gqa, packed_qkv, *_AFTER),
@@ -135,6 +146,9 @@ OPTIONAL_RULES = frozenset(
 )
 """Rules that make a graph fast or its cache more exact, without which it computes the same."""
 
+CPU_RULES = frozenset(rule.NAME for rule in (head_norm, balance_heads, gated, skip_norm))
+"""Optional rules that write operators of kvconv's which have no CUDA kernel, or serve those."""
+
 
 @dataclass(frozen=True, slots=True)
 class RewriteReport:
@@ -161,6 +175,7 @@ def rewrite(
     opset: int,
     max_sequence_length: int | None = None,
     cache_dtype: CacheDtype | None = None,
+    provider: Provider = "cpu",
     without: Collection[str] = (),
 ) -> RewriteReport:
     """Rewrite a traced graph in place.
@@ -173,6 +188,7 @@ def rewrite(
         max_sequence_length: Most tokens a cache will hold; without it no cache becomes a ring,
             and the gqa flavour leaves rotation outside its nodes.
         cache_dtype: How keys and values are stored; None for the activations' type. Flash only.
+        provider: What the graph is for. Flash only.
         without: Names of optional rules to leave out, which shows what each is worth.
 
     Raises:
@@ -184,7 +200,14 @@ def rewrite(
         raise ValueError(f"without is {set(without)}; it may hold {sorted(OPTIONAL_RULES)}")
     if graph.opset != opset:
         raise ValueError(f"the graph is of opset {graph.opset}, not {opset}")
-    editor = Editor(graph, max_sequence_length=max_sequence_length, cache_dtype=cache_dtype)
+    if provider == "cuda":
+        without = CPU_RULES.union(without)
+    editor = Editor(
+        graph,
+        max_sequence_length=max_sequence_length,
+        cache_dtype=cache_dtype,
+        provider=provider,
+    )
     is_done = num_logits.is_done(graph)
     num_layers = 0 if is_done else _count_layers(graph)
     if not num_layers and not is_done:
@@ -220,6 +243,14 @@ def rewrite(
             raise _error(attention, expected, outcome.count, outcome.refusals)
     if FLAVOURS[attention].shared_buffer and (stray := cache_use.check(graph)):
         raise _error(attention, len(placeholders), len(placeholders), stray)
+    if provider == "cuda" and (readers := length_input.check(graph)):
+        raise RewriteError(
+            f"The model cannot run on CUDA with a cache in place: {readers[0]}. Export it for the "
+            f"CPU, without --provider cuda.",
+            expected=0,
+            found=len(readers),
+            refusals=[str(refusal) for refusal in readers],
+        )
     _require_causal(masks)
     windows, differences = calls.check(said, masks)
     capacities = ring.read_capacities(graph)

@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 from kvconv import names
 from kvconv.cache_layout import GROUP_WIDTH
 from kvconv.errors import RewriteError
-from kvconv.manifest import CacheDtype
+from kvconv.manifest import CacheDtype, Provider
 
 _SHARED_CONSTANT_BYTES = 1024
 _OPERANDS = {name: index for index, name in enumerate(names.FLASH_ATTENTION_INPUTS)}
@@ -62,6 +62,7 @@ class Editor:
         graph: The graph being edited, in place.
         max_sequence_length: Most tokens a cache of this model will hold; None if not known.
         cache_dtype: How keys and values will be stored; None for what they are.
+        provider: What the graph is for.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class Editor:
         *,
         max_sequence_length: int | None = None,
         cache_dtype: CacheDtype | None = None,
+        provider: Provider = "cpu",
     ) -> None:
         self.graph = graph
+        self.provider = provider
         self.max_sequence_length = max_sequence_length
         self.cache_dtype = cache_dtype
         self._names = set(graph.tensors()) | {node.name for node in graph.nodes}

@@ -44,10 +44,10 @@ def write_graph(graph: gs.Graph, path: Path) -> None:
 def _op_version(graph: gs.Graph) -> int:
     """Return the least version of kvconv's operator domain that runs a graph."""
     nodes = find(graph, names.OP_NAME, names.OP_DOMAIN)
-    needs_newest = any(
+    has_rings = any(
         is_ring(node) or get_operand(node, "past_key_scale") is not None for node in nodes
     )
-    return names.OP_VERSION if needs_newest else names.FLOAT_CACHES_OP_VERSION
+    return names.RING_OP_VERSION if has_rings else names.FLOAT_CACHES_OP_VERSION
 
 
 def restore_overridable(model: onnx.ModelProto) -> None:

@@ -37,6 +37,8 @@ def apply(editor: Editor) -> Outcome:
     length = editor.add_input(names.PAST_SEQUENCE_LENGTH, np.int32, [1])
     for node in nodes:
         set_operand(node, "past_sequence_length", length)
+    if editor.provider == "cuda":  # rule `length_input` says so of all its graphs
+        return Outcome(len(rings))
     reason = (
         f"{len(rings)} of {len(nodes)} layers keep the tokens of their window only, which optimum "
         f"and onnxruntime-genai cannot drive; kvconv export --no-ring writes a bundle for them"

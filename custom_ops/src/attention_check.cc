@@ -226,7 +226,7 @@ void check_ring(std::int64_t window_size, const AttentionParams& p) {
 
 // The mask and the mode: sets past, T and the capacity of present.
 void check_lengths(const Checker& check, const AttentionAttributes& attributes,
-                   AttentionParams* p) {
+                   LengthsAt lengths_at, AttentionParams* p) {
   const Tensor& mask = check[kAttentionMask];
   const Tensor& past_length = check[kPastSequenceLength];
   if (mask.exists) {
@@ -237,6 +237,11 @@ void check_lengths(const Checker& check, const AttentionAttributes& attributes,
   const std::int64_t capacity = p->past_capacity;
   const std::int64_t new_tokens = p->sequence_length;
 
+  if (lengths_at == LengthsAt::kDevice && !past_length.exists) {
+    refuse(
+        "past_sequence_length is absent; CUDA kernels need it, int32 [1], and shared buffers as "
+        "past and present.");
+  }
   if (attributes.is_ring && !past_length.exists) {
     refuse(
         "past_sequence_length is absent; cache_mode \"ring\" needs it, because attention_mask "
@@ -246,7 +251,9 @@ void check_lengths(const Checker& check, const AttentionAttributes& attributes,
   if (past_length.exists) {
     check.require_rank(kPastSequenceLength, 1, "[1]");
     check.require_dim(kPastSequenceLength, 0, 1, "one length for the whole batch");
-    p->past_sequence_length = *static_cast<const std::int32_t*>(past_length.data);
+    if (lengths_at == LengthsAt::kHost) {
+      p->past_sequence_length = *static_cast<const std::int32_t*>(past_length.data);
+    }
     if (p->past_sequence_length < 0) {
       refuse(text("past_sequence_length is ", p->past_sequence_length, "; it must be at least 0."));
     }
@@ -319,11 +326,16 @@ void check_rotary(const Checker& check, const AttentionAttributes& attributes, A
   p->rotary_batch_stride = check[kCos].shape[0] == 1 ? 0 : p->sequence_length * (p->rotary_dim / 2);
 }
 
-void check_bias(const Checker& check, AttentionParams* p) {
+void check_bias(const Checker& check, LengthsAt lengths_at, AttentionParams* p) {
   const Tensor& bias = check[kAttentionBias];
   if (!bias.exists) return;
-  const std::int64_t target[4] = {p->batch_size, p->num_heads, p->sequence_length,
-                                  p->total_sequence_length};
+  std::int64_t target[4] = {p->batch_size, p->num_heads, p->sequence_length,
+                            p->total_sequence_length};
+  // With the total on the device, what is known of it: it passes neither the mask's width nor,
+  // where there is no mask, the capacity.
+  if (lengths_at == LengthsAt::kDevice) {
+    target[3] = check[kAttentionMask].exists ? p->mask_width : p->present_capacity;
+  }
   const std::size_t rank = bias.shape.size();
   if (rank > 4) {
     refuse(text("attention_bias has rank ", rank, "; it may have at most 4: [batch_size, ",
@@ -354,7 +366,7 @@ std::int64_t cache_row_size(DataType type, std::int64_t width) {
 }
 
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
-                             DataType activation_type, DataType cache_type) {
+                             DataType activation_type, DataType cache_type, LengthsAt lengths_at) {
   const Checker check(inputs);
   AttentionParams p;
   p.num_heads = attributes.num_heads;
@@ -367,11 +379,13 @@ AttentionParams check_inputs(const AttentionAttributes& attributes, const Attent
   check_types(check, activation_type, cache_type);
   check_heads(check, &p);
   check_scales(check, p);
-  check_lengths(check, attributes, &p);
+  check_lengths(check, attributes, lengths_at, &p);
   // A window that holds every slot is none; dropping it also keeps sums with it in range.
-  if (attributes.window_size < p.total_sequence_length) p.window_size = attributes.window_size;
+  if (lengths_at == LengthsAt::kDevice || attributes.window_size < p.total_sequence_length) {
+    p.window_size = attributes.window_size;
+  }
   check_rotary(check, attributes, &p);
-  check_bias(check, &p);
+  check_bias(check, lengths_at, &p);
   for (AttentionInput input : {kAlibiSlopes, kHeadSink}) {
     if (!check[input].exists) continue;
     check.require_rank(input, 1, "[num_heads]");

@@ -25,6 +25,7 @@ enum AttentionInput : std::size_t {
   kPastKeyScale,
   kPastValueScale,
   kPastSequenceLength,
+  kKernels,
   kNumAttentionInputs,
 };
 
@@ -43,6 +44,7 @@ inline constexpr std::array<const char*, kNumAttentionInputs> kAttentionInputNam
     "past_key_scale",
     "past_value_scale",
     "past_sequence_length",
+    "kernels",
 };
 
 enum AttentionOutput : std::size_t {
@@ -74,9 +76,15 @@ AttentionAttributes read_attributes(const ort::Api* api, const ort::KernelInfo* 
 // The last dimension of a cache of rows of this type: elements, or bytes of packed codes.
 std::int64_t cache_row_size(DataType type, std::int64_t width);
 
-// Checks every input against the others and returns what a kernel needs, all but the outputs.
+// Where past_sequence_length can be read. On a device it is for the kernels alone: it must be
+// there, because waiting for the device to tell it would stop the stream, and what depends on it is
+// not checked.
+enum class LengthsAt { kHost, kDevice };
+
+// Checks every input against the others and returns what a kernel needs, all but the outputs. With
+// lengths on the device, total_sequence_length is the least that it can be, and past is 0.
 // Throws OpError, naming both numbers that disagree.
 AttentionParams check_inputs(const AttentionAttributes& attributes, const AttentionInputs& inputs,
-                             DataType activation_type, DataType cache_type);
+                             DataType activation_type, DataType cache_type, LengthsAt lengths_at);
 
 }  // namespace kvconv

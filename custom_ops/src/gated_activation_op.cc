@@ -53,7 +53,7 @@ struct GatedActivationNode {
   }
 };
 
-struct GatedActivationOp : CpuOp<GatedActivationOp, GatedActivationNode> {
+struct GatedActivationOp : OpEntry<GatedActivationOp, GatedActivationNode> {
   explicit GatedActivationOp(ort::ElementType element_type) : element(element_type) {}
 
   ort::ElementType input_type(std::size_t) const { return element; }

@@ -53,7 +53,7 @@ struct GatherNode {
   }
 };
 
-struct GatherOp : CpuOp<GatherOp, GatherNode> {
+struct GatherOp : OpEntry<GatherOp, GatherNode> {
   explicit GatherOp(ort::ElementType scale_type) : scale(scale_type) {}
 
   ort::ElementType input_type(std::size_t index) const {

@@ -11,8 +11,8 @@ ort::CustomOpDomain* domain(const ort::Api* api) {
   static ort::CustomOpDomain* const shared = [api] {
     ort::CustomOpDomain* created = nullptr;
     throw_if_failed(ort::create_custom_op_domain(api, "kvconv", &created));
-    for (const auto& ops :
-         {attention_ops(), matmul_ops(), gather_ops(), gated_activation_ops(), norm_ops()}) {
+    for (const auto& ops : {attention_ops(), cuda_attention_ops(), matmul_ops(), gather_ops(),
+                            gated_activation_ops(), norm_ops()}) {
       for (const ort::CustomOp* op : ops) {
         throw_if_failed(ort::custom_op_domain_add(api, created, op));
       }

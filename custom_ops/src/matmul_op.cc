@@ -83,7 +83,7 @@ struct MatMulNode {
   }
 };
 
-struct MatMulOp : CpuOp<MatMulOp, MatMulNode> {
+struct MatMulOp : OpEntry<MatMulOp, MatMulNode> {
   MatMulOp(ort::ElementType activation_type, ort::ElementType scale_type)
       : activation(activation_type), scale(scale_type) {}
 

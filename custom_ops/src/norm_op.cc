@@ -177,7 +177,7 @@ class HeadNorm {
 };
 
 template <typename Node>
-struct NormOp : CpuOp<NormOp<Node>, Node> {
+struct NormOp : OpEntry<NormOp<Node>, Node> {
   NormOp(ort::ElementType element_type) : element(element_type) {}
 
   ort::ElementType input_type(std::size_t) const { return element; }

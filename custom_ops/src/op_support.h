@@ -8,23 +8,15 @@
 #include <memory>
 #include <new>
 #include <span>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "kvconv/kernel.h"
 #include "kvconv/ort_abi.h"
+#include "kvconv/text.h"
 
 namespace kvconv {
-
-// Joins its arguments into one string.
-template <typename... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
-}
 
 // A complaint about the caller's values; becomes an ONNX Runtime status at the border.
 struct OpError {
@@ -141,6 +133,9 @@ class InputReader {
     return constant.exists ? constant : read_input(api_, context, index, constant.name);
   }
 
+  // An input that is a constant of the graph; any other counts as absent.
+  const Tensor& constant(std::size_t index) const { return constants_[index]; }
+
  private:
   const ort::Api* api_;
   std::array<Tensor, count> constants_;
@@ -210,8 +205,8 @@ class Pool {
 // make_node(api, info) for a node of a session. A Node has kName ("kvconv::" and the op's name),
 // kInputNames, kNumOutputs, api, and compute(context) for a run. The last of each throws OpError.
 template <typename Op, typename Node>
-struct CpuOp : ort::CustomOp {
-  CpuOp() {
+struct OpEntry : ort::CustomOp {
+  OpEntry() {
     get_name = [](const ort::CustomOp*) {
       return Node::kName + std::string_view("kvconv::").size();
     };
@@ -230,7 +225,9 @@ struct CpuOp : ort::CustomOp {
       return Op::requires_input(index) ? ort::kRequired : ort::kOptional;
     };
     get_output_characteristic = [](const ort::CustomOp*, std::size_t) { return ort::kRequired; };
-    get_input_memory_type = [](const ort::CustomOp*, std::size_t) { return 0; };  // the provider's
+    get_input_memory_type = [](const ort::CustomOp*, std::size_t) -> int {
+      return ort::kProviderMemory;
+    };
     create_kernel_v2 = [](const ort::CustomOp* op, const ort::Api* api, const ort::KernelInfo* info,
                           void** node) {
       return guarded(api, Node::kName,

@@ -8,6 +8,7 @@
 namespace kvconv {
 
 std::vector<const ort::CustomOp*> attention_ops();
+std::vector<const ort::CustomOp*> cuda_attention_ops();
 std::vector<const ort::CustomOp*> matmul_ops();
 std::vector<const ort::CustomOp*> gather_ops();
 std::vector<const ort::CustomOp*> gated_activation_ops();

@@ -19,7 +19,7 @@ from kvconv import __version__
 from kvconv.errors import BundleError, VerificationError
 from kvconv.names import MANIFEST_FILE
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 HASHED_ON_OPEN_BYTES = 64 * 1024 * 1024
 """Opening a bundle hashes files below this size; larger ones are hashed by `inspect --check`."""
 
@@ -30,7 +30,8 @@ AccuracyLevel = Literal[1, 2, 4]
 WeightsDtype = Literal["float32", "float16", "int8", "int4"]
 CacheDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 CacheMode = Literal["auto", "ring"]
-_LATER_FIELDS = frozenset({"quantization", "exceeded", "run_sizes"})
+Provider = Literal["cpu", "cuda"]
+_LATER_FIELDS = frozenset({"quantization", "exceeded", "run_sizes", "kernels"})
 """Fields that older formats do not have; their defaults say what is true of those bundles."""
 FLOAT_WEIGHTS = "float weights"
 """The check of a bundle with quantised weights against PyTorch with those they were made of."""
@@ -143,6 +144,20 @@ class Quantization:
     accuracy_level: AccuracyLevel
     method: str
     stored_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The CUDA kernels of a bundle, in `kvconv.names.KERNELS_FILE`.
+
+    Attributes:
+        gpus: What they were compiled for, as `kvconv build --gpu` names it; newer GPUs of the same
+            generation run them too, and others may run PTX.
+        num_kernels: How many there are.
+    """
+
+    gpus: tuple[str, ...]
+    num_kernels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +276,7 @@ class Manifest:
         verification: Result of the last verification.
         quantization: How int8 and int4 weights were made; None for float ones.
         run_sizes: What a run takes of memory; None where formats before 4 do not say.
+        kernels: The CUDA kernels; None in bundles for the CPU.
         kvconv_version: Version that wrote the bundle.
         format_version: Version of this format.
     """
@@ -287,6 +303,7 @@ class Manifest:
     verification: Verification = field(default_factory=lambda: Verification("skipped"))
     quantization: Quantization | None = None
     run_sizes: RunSizes | None = None
+    kernels: Kernels | None = None
     kvconv_version: str = __version__
     format_version: int = FORMAT_VERSION
 

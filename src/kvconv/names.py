@@ -12,7 +12,7 @@ ATTENTION_MASK = "attention_mask"
 POSITION_IDS = "position_ids"
 """int64 [batch_size, sequence_length]."""
 PAST_SEQUENCE_LENGTH = "past_sequence_length"
-"""int32 [1], tokens in the cache, padding included; of graphs with rings only."""
+"""int32 [1], tokens in the cache, padding included; of graphs with rings, and of those for CUDA."""
 NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
 """int64 scalar, an overridable initializer; 0 (the default) keeps the logits of all positions."""
 LOGITS = "logits"
@@ -29,11 +29,13 @@ GATED_ACTIVATION = "GatedActivation"
 SKIP_RMS_NORMALIZATION = "SkipRMSNormalization"
 SKIP_LAYER_NORMALIZATION = "SkipLayerNormalization"
 HEAD_RMS_NORMALIZATION = "HeadRMSNormalization"
-OP_VERSION = 3
-"""Version of the operator domain that this kvconv runs; 3 brought rings and quantised caches.
+OP_VERSION = 4
+"""Version of the operator domain that this kvconv runs; 4 brought CUDA kernels.
 
 Graphs say the least version that has what they use.
 """
+RING_OP_VERSION = 3
+"""Least version of graphs with rings or quantised caches."""
 FLOAT_CACHES_OP_VERSION = 2
 """Least version of graphs without rings and quantised caches.
 
@@ -68,9 +70,11 @@ FLASH_ATTENTION_INPUTS = (
     "past_key_scale",
     "past_value_scale",
     "past_sequence_length",
+    "kernels",
 )
 """Inputs of kvconv::FlashAttention in order; all after past_value are optional.
 
+kernels is for CUDA alone: the bundle's KERNELS_FILE, a constant of the graph, uint8 [its bytes].
 key and value may be absent together: query is then [batch, sequence, (num_heads + kv_num_heads) *
 head_dim + kv_num_heads * value_head_dim], each token's query heads, key heads and value heads.
 """
@@ -88,6 +92,10 @@ DOWNLOAD_STAGE = "download"
 MANIFEST_FILE = "kvconv.json"
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
+KERNELS_FILE = "kvconv_kernels.bin"
+"""CUDA kernels, compiled ahead of time: data that the op library reads, of bundles for CUDA."""
+KERNELS_INITIALIZER = "kvconv_kernels"
+"""The graph's initializer whose external data is KERNELS_FILE."""
 LIBRARY_FILE = "libkvconv_ops.so"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"

@@ -121,9 +121,9 @@ def test_rewrite_flash_reads_projections_and_nothing_else() -> None:
     assert report.windows == (None, 3)
     assert report.counts == {
         "tidy": report.counts["tidy"], "past_length": 1, "eager": 0, "flash": 2, "mask": 2,
-        "norm": 0, "rotary": 2, "heads": 8, "scale": 0, "ring": 0, "head_norm": 0,
-        "balance_heads": 0, "packed_qkv": 0, "stored_cache": 0, "gated": 0, "skip_norm": 0,
-        "num_logits_to_keep": 1, "float32_logits": 0,
+        "norm": 0, "rotary": 2, "heads": 8, "scale": 0, "ring": 0, "length_input": 0,
+        "head_norm": 0, "balance_heads": 0, "packed_qkv": 0, "stored_cache": 0, "gated": 0,
+        "skip_norm": 0, "num_logits_to_keep": 1, "float32_logits": 0,
     }  # fmt: skip
     for node in flash_nodes(graph):
         assert [tensor.inputs[0].op for tensor in node.inputs[:3]] == ["MatMul"] * 3

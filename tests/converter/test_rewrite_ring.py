@@ -121,4 +121,4 @@ def test_rings_are_rewritten_once_and_need_version_3(tmp_path: Path) -> None:
     once, twice = (onnx.load(tmp_path / f"{name}.onnx") for name in ("once", "twice"))
     assert once.graph == twice.graph
     versions = {entry.domain: entry.version for entry in once.opset_import}
-    assert versions[names.OP_DOMAIN] == names.OP_VERSION == 3
+    assert versions[names.OP_DOMAIN] == names.RING_OP_VERSION == 3

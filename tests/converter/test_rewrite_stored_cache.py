@@ -82,7 +82,7 @@ def test_cache_has_the_types_and_widths_of_its_dtype(
         ]
     imports = {e.domain: e.version for e in onnx.load(tmp_path / names.MODEL_FILE).opset_import}
     assert imports[names.OP_DOMAIN] == (
-        names.OP_VERSION if has_scales else names.FLOAT_CACHES_OP_VERSION
+        names.RING_OP_VERSION if has_scales else names.FLOAT_CACHES_OP_VERSION
     )
 
 

@@ -21,6 +21,8 @@ struct Value;
 struct TensorInfo;
 struct KernelInfo;
 struct KernelContext;
+struct Allocator;
+struct MemoryInfo;
 
 struct ApiBase {
   const Api* (*get_api)(std::uint32_t version);
@@ -38,6 +40,9 @@ enum ElementType : int {
   kFloat16 = 10,
   kBFloat16 = 16,
 };
+
+// Where an input or an allocator's memory is.
+enum MemoryType : int { kProviderMemory = 0, kCpuInput = -2 };
 
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 
@@ -64,6 +69,10 @@ inline constexpr Entry<60, Status*(const TensorInfo*, ElementType*)> get_tensor_
 inline constexpr Entry<61, Status*(const TensorInfo*, std::size_t*)> get_dimensions_count;
 inline constexpr Entry<62, Status*(const TensorInfo*, std::int64_t*, std::size_t)> get_dimensions;
 inline constexpr Entry<65, Status*(const Value*, TensorInfo**)> get_tensor_type_and_shape;
+inline constexpr Entry<72, Status*(const MemoryInfo*, int*)> memory_info_get_id;
+inline constexpr Entry<75, Status*(Allocator*, std::size_t, void**)> allocator_alloc;
+inline constexpr Entry<76, Status*(Allocator*, void*)> allocator_free;
+inline constexpr Entry<77, Status*(const Allocator*, const MemoryInfo**)> allocator_get_info;
 inline constexpr Entry<85, Status*(const KernelInfo*, const char*, float*)> get_attribute_float;
 inline constexpr Entry<86, Status*(const KernelInfo*, const char*, std::int64_t*)>
     get_attribute_int64;
@@ -75,11 +84,15 @@ inline constexpr Entry<91, Status*(KernelContext*, std::size_t, const std::int64
     get_output;
 inline constexpr Entry<93, void(Status*)> release_status;
 inline constexpr Entry<99, void(TensorInfo*)> release_tensor_info;
+inline constexpr Entry<132, void(Allocator*)> release_allocator;
+inline constexpr Entry<193, Status*(const KernelContext*, void**)> get_gpu_compute_stream;
 inline constexpr Entry<249, Status*(const KernelInfo*, std::size_t, int*, const Value**)>
     get_constant_input;
 inline constexpr Entry<274, Status*(const KernelContext*, void (*)(void*, std::size_t), std::size_t,
                                     std::size_t, void*)>
     parallel_for;
+
+inline constexpr Entry<278, Status*(const KernelInfo*, MemoryType, Allocator**)> get_allocator;
 
 // What ONNX Runtime calls; the order of the fields is the ABI. A null entry is an absent feature.
 struct CustomOp {

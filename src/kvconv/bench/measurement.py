@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvconv.bench.sample import Load, Sample
 from kvconv.errors import CacheFullError, PromptError
+from kvconv.manifest import Provider
 from kvconv.memory import peak_rss_mb, reset_peak_rss
 from kvconv.runtime import Bundle, Generator, SamplingParams, Session
 from kvconv.runtime.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ class Measurement:
         prefill_chunk: int | None = None,
         spin: bool = True,
         profile: Path | None = None,
+        provider: Provider = "cpu",
+        cuda_graph: bool = True,
     ) -> "Measurement":
         """Load a bundle.
 
@@ -53,10 +56,13 @@ class Measurement:
             prefill_chunk: See `Generator`.
             spin: See `Session`.
             profile: See `Session`.
+            provider: See `Session`.
+            cuda_graph: See `Session`.
 
         Raises:
             BundleError: The bundle is missing or damaged.
             LibraryError: The op library is absent or does not suit.
+            ProviderError: The provider is not available.
         """
         bundle = Bundle.open(path)
         manifest = dataclasses.replace(bundle.manifest, eos_token_ids=())
@@ -66,6 +72,8 @@ class Measurement:
             use_bundle_library=use_bundle_library,
             profile=profile,
             spin=spin,
+            provider=provider,
+            cuda_graph=cuda_graph,
         )
         return cls(Generator(session, Tokenizer.open(bundle), prefill_chunk=prefill_chunk))
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvconv.bench.measurement import Measurement
 from kvconv.bench.point import Phase
 from kvconv.errors import KvconvError
+from kvconv.manifest import Provider
 
 _RUN = "model_run"
 _OUTSIDE = "outside the nodes"
@@ -65,6 +66,7 @@ def profile(
     use_bundle_library: bool = False,
     prefill_chunk: int | None = None,
     spin: bool = True,
+    provider: Provider = "cpu",
 ) -> tuple[Profile, Profile]:
     """Profile a prefill and the decode behind it, in a session of their own.
 
@@ -77,6 +79,7 @@ def profile(
         use_bundle_library: See `Session`.
         prefill_chunk: See `Generator`.
         spin: See `Session`.
+        provider: See `Session`. Steps on CUDA are not captured: a captured one has no nodes.
 
     Raises:
         CacheFullError: The depth does not fit; nothing has run.
@@ -89,6 +92,8 @@ def profile(
             use_bundle_library=use_bundle_library,
             prefill_chunk=prefill_chunk,
             spin=spin,
+            provider=provider,
+            cuda_graph=False,
             profile=Path(folder) / "profile",
         )
         prompts = measurement.prompts(context, batch)

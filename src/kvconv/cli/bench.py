@@ -18,9 +18,11 @@ from kvconv.cli.bench_report import (
 )
 from kvconv.cli.common import (
     Command,
+    cuda_graph_option,
     needs_extra,
     prefill_chunk_option,
     print_status,
+    provider_option,
     require_stdout,
     spin_option,
 )
@@ -69,6 +71,8 @@ class Depths(click.ParamType[tuple[int, ...]]):
     metavar="N", help="Threads; default: one per core.",
 )  # fmt: skip
 @spin_option
+@provider_option
+@cuda_graph_option
 @prefill_chunk_option
 @click.option(
     "--use-bundle-library", is_flag=True,
@@ -100,6 +104,8 @@ def command(
     batch: int,
     threads: int | None,
     spin: bool,
+    provider: Any,
+    cuda_graph: bool,
     prefill_chunk: int | None,
     use_bundle_library: bool,
     against: Path | None,
@@ -163,6 +169,8 @@ def command(
             use_bundle_library=use_bundle_library,
             prefill_chunk=prefill_chunk,
             spin=spin,
+            provider=provider,
+            cuda_graph=cuda_graph,
         )
         for path in paths
     ]
@@ -178,7 +186,12 @@ def command(
     drawn: dict[str, list[Point]] = {label: [] for label in labels}
     for samples in runs:
         both = [
-            to_points(own, session.manifest, weights=count, bandwidth=bandwidth)
+            to_points(
+                own,
+                session.manifest,
+                weights=count,
+                bandwidth=bandwidth if provider == "cpu" else None,  # it is the host's
+            )
             for own, session, count in zip(samples, sessions, weights, strict=True)
         ]
         for phase in zip(*both, strict=True):
@@ -208,6 +221,7 @@ def command(
                     use_bundle_library=use_bundle_library,
                     prefill_chunk=prefill_chunk,
                     spin=spin,
+                    provider=provider,
                 )
                 print_profiles(label, profiles, as_json=as_json)
 

@@ -53,6 +53,17 @@ spin_option = click.option(
 )  # fmt: skip
 
 
+provider_option = click.option(
+    "--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+    envvar="KVCONV_PROVIDER", show_envvar=True, help="Where to run.",
+)  # fmt: skip
+cuda_graph_option = click.option(
+    "--cuda-graph/--no-cuda-graph", default=True, show_default=True,
+    help="On CUDA, capture a decode step and launch it as one; takes a model whose operators all "
+    "run there.",
+)  # fmt: skip
+
+
 class Command(click.Command):
     """A command with --debug, whose errors for a person end as one line and exit code 1."""
 
@@ -86,8 +97,9 @@ class Dtype(click.Choice[str]):
         """Return the dtype, or refuse it with the reason."""
         if value == "bfloat16":
             self.fail(
-                "bfloat16 activations need CUDA: ONNX Runtime's CPU provider has no bfloat16 "
-                "MatMul. Use float32 or float16; bfloat16 checkpoints are converted.",
+                "bfloat16 activations need CUDA, where kvconv exports float16: ONNX Runtime's CPU "
+                "provider has no bfloat16 MatMul, so that nothing could verify them. Use float32 "
+                "or float16; bfloat16 checkpoints are converted.",
                 param,
                 ctx,
             )

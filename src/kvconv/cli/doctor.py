@@ -1,5 +1,6 @@
 """`kvconv doctor`: versions, providers, the op library in use, and what is missing."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -34,6 +35,7 @@ def command(as_json: bool) -> None:
     for name, version in report["packages"].items():
         click.echo(f"{name:<20} {version or 'not installed'}")
     click.echo(f"providers    {', '.join(report['providers']) or 'none'}")
+    click.echo(f"cuda         {report['cuda'] or 'available'}")
     click.echo(f"op library   {report['op_library'] or 'not found'}")
     cache = report["bundle_cache"]
     size_mb = cache["size_bytes"] / 1e6
@@ -79,6 +81,13 @@ def diagnose() -> dict[str, Any]:
     library, library_problem = _op_library(has_runtime)
     if library_problem:
         problems.append(library_problem)
+    cuda: str | None = "not available: onnxruntime is missing"
+    if has_runtime:
+        with contextlib.suppress(ImportError):  # numpy is missing, as the problems say
+            from kvconv.runtime.cuda import why_unavailable
+
+            why = why_unavailable()
+            cuda = None if why is None else f"not available: {why}"
     try:
         usage = cache_usage()
     except OSError as error:
@@ -94,6 +103,7 @@ def diagnose() -> dict[str, Any]:
         else os.cpu_count(),
         "packages": packages,
         "providers": providers,
+        "cuda": cuda,
         "op_library": str(library) if library else None,
         "bundle_cache": {"path": str(cache_folder()), **usage._asdict()},
         "problems": problems,

@@ -35,8 +35,17 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path), help="Folder to write; it appears only when complete.",
 )  # fmt: skip
 @click.option(
-    "--dtype", type=Dtype(["float32", "float16"]), default="float32", show_default=True,
-    help="Type of weights and activations.",
+    "--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+    help="What the bundle is for. cuda: with compiled kernels, which takes no GPU here; it runs on "
+    "the CPU too.",
+)  # fmt: skip
+@click.option(
+    "--gpu", "gpus", metavar="SM,SM,...",
+    help="GPUs of --provider cuda, such as sm_80,sm_90. [default: all that kvconv knows]",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=Dtype(["float32", "float16"]),
+    help="Type of weights and activations. [default: float32; float16 for cuda]",
 )  # fmt: skip
 @click.option(
     "--weights", type=click.Choice(["int8", "int4"]),
@@ -100,6 +109,7 @@ def command(
     block_size: str | None,
     accuracy_level: str | None,
     no_ring: bool,
+    gpus: str | None,
     **options: Any,
 ) -> None:
     """Convert MODEL into a bundle that `kvconv run` and ONNX Runtime can use.
@@ -111,17 +121,31 @@ def command(
     \b
     kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2
     kvconv export models/SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2 --weights int4
+    kvconv export HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2-cuda --provider cuda
     """  # noqa: D301 - click wants the control character that \b stands for
+    for_cuda = options["provider"] == "cuda"
+    if gpus is not None and not for_cuda:
+        raise click.UsageError("--gpu is for --provider cuda.")
     with needs_extra("cpu,export"):
         from kvconv.converter import ExportOptions, export
+        from kvconv.converter.kernel_builder import TritonKernels
         from kvconv.verify import Verifier
 
         options |= {"block_size": block_size and int(block_size), "ring": not no_ring}
+        options["dtype"] = options["dtype"] or ("float16" if for_cuda else "float32")
         options |= {"accuracy_level": accuracy_level and int(accuracy_level)}
         verifier = None if no_verify else Verifier()
+        kernels = TritonKernels(tuple(gpus.split(",")) if gpus else ()) if for_cuda else None
         started = time.perf_counter()
         with StageLines() as stages:
-            report = export(model, output, ExportOptions(**options), verifier, progress=stages)
+            report = export(
+                model,
+                output,
+                ExportOptions(**options),
+                verifier,
+                kernels=kernels,
+                progress=stages,
+            )
         seconds = time.perf_counter() - started
     if as_json:
         print_json(_as_json(report))
@@ -152,7 +176,8 @@ def _show(report: "ExportReport", seconds: float) -> None:
     if (report.path / TOKENIZER_FILE).exists():
         path = shlex.quote(str(report.path))
         chat = " --chat-template" if (report.path / CHAT_TEMPLATE_FILE).exists() else ""
-        print_status(f'\nNext: kvconv run {path} "What is the capital of France?"{chat}')
+        cuda = " --provider cuda" if report.provider == "cuda" else ""
+        print_status(f'\nNext: kvconv run {path} "What is the capital of France?"{chat}{cuda}')
     else:
         print_status(
             "\nThe model has no tokenizer, so `kvconv run` cannot use it; from Python, "

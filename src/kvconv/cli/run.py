@@ -8,9 +8,11 @@ import click
 
 from kvconv.cli.common import (
     Command,
+    cuda_graph_option,
     needs_extra,
     prefill_chunk_option,
     print_status,
+    provider_option,
     require_stdout,
     spin_option,
 )
@@ -64,10 +66,8 @@ _BATCH_SIZE = 8
     metavar="N", help="Threads; default: one per core.",
 )  # fmt: skip
 @spin_option
-@click.option(
-    "--provider", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
-    envvar="KVCONV_PROVIDER", show_envvar=True, help="Where to run.",
-)  # fmt: skip
+@provider_option
+@cuda_graph_option
 @click.option(
     "--use-bundle-library", is_flag=True,
     help="Run the op library inside the bundle: code from whoever made it.",
@@ -93,6 +93,7 @@ def command(
     threads: int | None,
     spin: bool,
     provider: Any,
+    cuda_graph: bool,
     use_bundle_library: bool,
     stats: bool,
     as_json: bool,
@@ -150,6 +151,7 @@ def command(
             use_bundle_library=use_bundle_library,
             prefill_chunk=prefill_chunk,
             spin=spin,
+            cuda_graph=cuda_graph,
         )
     if many is not None:
         from kvconv.cli.batch import run_prompts

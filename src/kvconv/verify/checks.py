@@ -96,6 +96,9 @@ def run_checks(session: "Session", manifest: Manifest, reference: Reference) -> 
     if not flavour.batched_chunks:
         not_checked += (f"chunks of a batch: the {manifest.attention} flavour takes none",)
 
+    if manifest.kernels is not None:
+        not_checked += ("CUDA kernels: the bundle was run on the CPU",)
+
     return Verification(
         status="passed" if all(result.passed for result in checks) else "failed",
         tolerance=limits.max_abs,

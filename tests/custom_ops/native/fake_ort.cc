@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <thread>
 
 #include "check.h"
@@ -159,6 +160,46 @@ ort::Status* parallel_for(const ort::KernelContext*, void (*task)(void*, std::si
   return nullptr;
 }
 
+// The allocator of a provider's memory, which here is the process's own; counted like statuses.
+ort::Status* get_allocator(const ort::KernelInfo*, ort::MemoryType type,
+                           ort::Allocator** allocator) {
+  CHECK(type == ort::kProviderMemory, "memory type %d was asked for", static_cast<int>(type));
+  ++live_objects;
+  static int place;
+  *allocator = reinterpret_cast<ort::Allocator*>(&place);
+  return nullptr;
+}
+
+void release_allocator(ort::Allocator*) { --live_objects; }
+
+ort::Status* allocator_info(const ort::Allocator*, const ort::MemoryInfo** info) {
+  static int place;
+  *info = reinterpret_cast<const ort::MemoryInfo*>(&place);
+  return nullptr;
+}
+
+ort::Status* memory_id(const ort::MemoryInfo*, int* id) {
+  *id = 0;
+  return nullptr;
+}
+
+ort::Status* allocate(ort::Allocator*, std::size_t bytes, void** memory) {
+  ++live_objects;
+  *memory = ::operator new(bytes, std::align_val_t{256});
+  return nullptr;
+}
+
+ort::Status* free_memory(ort::Allocator*, void* memory) {
+  --live_objects;
+  ::operator delete(memory, std::align_val_t{256});
+  return nullptr;
+}
+
+ort::Status* get_stream(const ort::KernelContext*, void** stream) {
+  *stream = fake_stream();
+  return nullptr;
+}
+
 void missing() { CHECK(false, "the library called a function that the fake does not have"); }
 
 // One slot of the table: Entry's own slot number and signature.
@@ -228,22 +269,37 @@ const ort::Api* fake_api() {
     fill(slots, ort::get_input, get_input);
     fill(slots, ort::get_output, get_output);
     fill(slots, ort::parallel_for, parallel_for);
+    fill(slots, ort::get_allocator, get_allocator);
+    fill(slots, ort::release_allocator, release_allocator);
+    fill(slots, ort::allocator_get_info, allocator_info);
+    fill(slots, ort::memory_info_get_id, memory_id);
+    fill(slots, ort::allocator_alloc, allocate);
+    fill(slots, ort::allocator_free, free_memory);
+    fill(slots, ort::get_gpu_compute_stream, get_stream);
     return slots;
   }();
   return reinterpret_cast<const ort::Api*>(table.data());
 }
 
 const ort::CustomOp& find_op(const std::string& name,
-                             const std::map<std::size_t, ort::ElementType>& input_types) {
+                             const std::map<std::size_t, ort::ElementType>& input_types,
+                             const std::string& provider) {
   for (const ort::CustomOp* op : registered_ops()) {
     const bool fits = std::all_of(input_types.begin(), input_types.end(), [&](const auto& input) {
       return input.first < op->get_input_type_count(op) &&
              op->get_input_type(op, input.first) == input.second;
     });
-    if (op->get_name(op) == name && fits) return *op;
+    if (op->get_name(op) == name && op->get_execution_provider_type(op) == provider && fits) {
+      return *op;
+    }
   }
   CHECK(false, "no %s takes these types", name.c_str());
   std::abort();
+}
+
+void* fake_stream() {
+  static int place;
+  return &place;
 }
 
 std::string run_node(const ort::CustomOp& op, const FakeInfo& info, FakeContext& context,

@@ -44,9 +44,13 @@ struct FakeContext {
 // The fake table of functions.
 const ort::Api* fake_api();
 
-// The registered op of that name which takes these types as its inputs, by index.
+// The provider's registered op of that name which takes these types as its inputs, by index.
 const ort::CustomOp& find_op(const std::string& name,
-                             const std::map<std::size_t, ort::ElementType>& input_types);
+                             const std::map<std::size_t, ort::ElementType>& input_types,
+                             const std::string& provider = "CPUExecutionProvider");
+
+// What the fake gives as the stream of every run.
+void* fake_stream();
 
 // Makes a node, runs it once, and returns the message of what was refused; empty means success. The
 // context needs its inputs, and memory that the caller gives for outputs; ends the test, naming
