@@ -89,6 +89,8 @@ MANIFEST_FILE = "kvconv.json"
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 LIBRARY_FILE = "libkvconv_ops.so"
+GENAI_CONFIG_FILE = "genai_config.json"
+"""For onnxruntime-genai, of bundles that it can run."""
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
