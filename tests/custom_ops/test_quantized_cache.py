@@ -247,7 +247,8 @@ def test_nan_is_read_back_where_it_is_seen_and_only_there(
     assert np.isfinite(outputs["output"]).all()
     inputs[f"past_{side}_scale"][:, :, 7, 0] = 0
     wanted = run(case, cache, inputs)["output"].astype(np.float64)
-    assert_close(outputs["output"], wanted, "float32", "output")
+    # A tile with a scale that is NaN is summed as floats, any other as 16-bit weights.
+    assert_close(outputs["output"], wanted, "16-bit queries", "output")
 
 
 @pytest.mark.parametrize("cache", TYPES)

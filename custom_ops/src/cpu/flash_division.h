@@ -16,6 +16,10 @@
 namespace kvconv {
 namespace {
 
+// Blocks of kLanes keys that queries meet together as whole numbers: each word of a query is loaded
+// once for all of them, and no sum waits for the one before. Few registers have room for one.
+constexpr int kDotBlocks = kLanes == 16 ? 2 : 1;
+
 constexpr std::int64_t kStripRows = 3 * kLanes;  // rows whose scores are computed at once
 constexpr std::int64_t kMaxBlockRows = 96;       // rows that read a tile of keys after one another
 constexpr std::int64_t kKeyTile = 64;            // keys whose scores are held at once
@@ -162,6 +166,13 @@ struct QueryBytes {
   float* scales = nullptr;         // [rows]
 };
 
+// Weights times scales of values as whole numbers, per row and group.
+struct WeightBytes {
+  std::int8_t* numbers = nullptr;  // [rows, groups, keys of a tile / 4, (high, low), 4]
+  std::int32_t* starts = nullptr;  // [rows, groups]: what takes the codes' middle off
+  float* scales = nullptr;         // [rows, groups]
+};
+
 // One worker's memory. Where rows are few: queries [rows, key_width], scores [rows, keys]. Else
 // each strip has its own queries [H, kStripRows] and sums [Hv, kStripRows], one after the other.
 struct Scratch {
@@ -173,8 +184,9 @@ struct Scratch {
   float* key_scales;  // [groups of H, keys of a tile], when the cache is quantised
   float* value_scales;
   float* factors = nullptr;  // [rows, groups of Hv, keys of a tile]: weights times scales
+  WeightBytes weights;       // these as whole numbers
   QueryBytes bytes;          // the queries as whole numbers, when keys are multiplied as such,
-  float* words = nullptr;    // and the words of kLanes keys, [words of a key, kLanes]
+  float* words = nullptr;    // and the words of kDotBlocks * kLanes keys, lanes being keys
   float* rows;               // [kLanes, max(key_width, value_width, kKeyTile)]
   float* bias;               // [kFewRowsKeyTile]
   float* alpha;              // [rows]
@@ -205,11 +217,15 @@ std::int64_t lay_out(const AttentionParams& p, const Division& d, float* memory,
   if (is_quantized(p.cache_type) && d.has_few_rows) {
     const std::int64_t groups = num_groups(p.head_dim);
     const std::int64_t words = row_bytes(key_type(p.cache_type), p.head_dim) / 4;
-    scratch->factors = take(d.block_rows * num_groups(p.value_head_dim) * d.key_tile);
+    const std::int64_t factors = d.block_rows * num_groups(p.value_head_dim);
+    scratch->factors = take(factors * d.key_tile);
+    scratch->weights.scales = take(factors);
+    scratch->weights.starts = reinterpret_cast<std::int32_t*>(take(factors));
+    scratch->weights.numbers = reinterpret_cast<std::int8_t*>(take(factors * d.key_tile / 2));
     scratch->bytes.scales = take(d.block_rows);
     scratch->bytes.starts = reinterpret_cast<std::int32_t*>(take(d.block_rows * groups * 2));
     scratch->bytes.numbers = reinterpret_cast<std::int8_t*>(take(d.block_rows * d.key_width / 2));
-    scratch->words = take(kLanes * round_up(words, kLanes));
+    scratch->words = take(kDotBlocks * kLanes * round_up(words, kLanes));
   }
   scratch->rows = take(kLanes * max_of(max_of(d.key_width, d.value_width), kKeyTile));
   scratch->bias = take(kFewRowsKeyTile);

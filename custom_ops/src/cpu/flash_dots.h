@@ -51,61 +51,89 @@ bool round_queries(const Division& d, const float* queries, std::int64_t num_row
   return true;
 }
 
-// scores[r][lane] = query r . key `lane`, for the keys whose words are given; scales [groups,
-// scale_stride] are theirs.
-template <DataType type, int rows>
+// scores[r][t] = query r . key t for `blocks` blocks of keys, whose words are given, [num_words,
+// blocks, kLanes]; scales [groups, scale_stride] are theirs.
+template <DataType type, int rows, int blocks>
 void dot_words(const Division& d, const QueryBytes& bytes, std::int64_t first_row,
                const float* words, std::int64_t num_words, const float* scales,
                std::int64_t scale_stride, float* scores, std::int64_t score_stride) {
   const std::int64_t groups = d.key_width / kGroupSize;
-  const auto word_at = [&](std::int64_t i) {
-    return load_words(reinterpret_cast<const std::uint8_t*>(words + i * kLanes));
+  const auto word_at = [&](std::int64_t i, int block) {
+    return load_words(reinterpret_cast<const std::uint8_t*>(words + (i * blocks + block) * kLanes));
   };
-  Vec products[rows];
+  Vec products[rows][blocks];
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) products[r] = set(0.0F);
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+    for (int b = 0; b < blocks; ++b) products[r][b] = set(0.0F);
+  }
   for (std::int64_t g = 0; g < groups; ++g) {
-    Sums sums[rows][2];
+    Sums sums[rows][2][blocks];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
       const std::int32_t* starts = bytes.starts + (first_row + r) * 2 * groups + g;
-      sums[r][0] = set_sums(starts[0]);
-      sums[r][1] = set_sums(starts[groups]);
+#pragma GCC unroll 2
+      for (int b = 0; b < blocks; ++b) {
+        sums[r][0][b] = set_sums(starts[0]);
+        sums[r][1][b] = set_sums(starts[groups]);
+      }
     }
     const std::int8_t* numbers = bytes.numbers + first_row * 2 * d.key_width + g * kGroupSize;
-    const auto add_products = [&](Words codes, std::int64_t h) {
+    const auto add_products = [&](const Words(&codes)[blocks], std::int64_t h) {
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
         const std::int8_t* high = numbers + r * 2 * d.key_width + h;
-        sums[r][0] = multiply_words(sums[r][0], codes, high);
-        sums[r][1] = multiply_words(sums[r][1], codes, high + d.key_width);
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; ++b) {
+          sums[r][0][b] = multiply_words(sums[r][0][b], codes[b], high);
+          sums[r][1][b] = multiply_words(sums[r][1][b], codes[b], high + d.key_width);
+        }
       }
     };
+    Words codes[blocks];
     if constexpr (type == DataType::kInt8) {
-      const std::int64_t first = g * 8;
-      const std::int64_t count = min_of(8, num_words - first);
-      for (std::int64_t i = 0; i < count; ++i) {
-        add_products(subtract_bytes(word_at(first + i), 128), 4 * i);
+      const auto add_word = [&](std::int64_t i) {
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; ++b) codes[b] = subtract_bytes(word_at(g * 8 + i, b), 128);
+        add_products(codes, 4 * i);
+      };
+      if (num_words - g * 8 >= 8) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) add_word(i);
+      } else {
+        for (std::int64_t i = 0; i < num_words - g * 8; ++i) add_word(i);
       }
     } else {
-      const Words fifths = word_at(groups * 4 + g);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const Words both = word_at(g * 4 + i);
-        add_products(low_nibbles_with_fifth(both, fifths, 4 * i), 4 * i);
-        add_products(high_nibbles_with_fifth(both, fifths, 16 + 4 * i), 16 + 4 * i);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; ++b) {
+          const Words both = word_at(g * 4 + i % 4, b);
+          const Words fifths = word_at(groups * 4 + g, b);
+          codes[b] = i < 4 ? low_nibbles_with_fifth(both, fifths, 4 * i)
+                           : high_nibbles_with_fifth(both, fifths, 4 * i);
+        }
+        add_products(codes, 4 * i);
       }
     }
-    const Vec scale = load(scales + g * scale_stride);
+#pragma GCC unroll 2
+    for (int b = 0; b < blocks; ++b) {
+      const Vec scale = load(scales + g * scale_stride + b * kLanes);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      const Integers sum = add_integers(to_integers<256>(sums[r][0]), to_integers<1>(sums[r][1]));
-      products[r] = fma(to_float(sum), scale, products[r]);
+      for (int r = 0; r < rows; ++r) {
+        const Integers sum =
+            add_integers(to_integers<256>(sums[r][0][b]), to_integers<1>(sums[r][1][b]));
+        products[r][b] = fma(to_float(sum), scale, products[r][b]);
+      }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r) {
-    store(scores + r * score_stride, mul(products[r], set(bytes.scales[first_row + r])));
+#pragma GCC unroll 2
+    for (int b = 0; b < blocks; ++b) {
+      store(scores + r * score_stride + b * kLanes,
+            mul(products[r][b], set(bytes.scales[first_row + r])));
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 #include "flash_codes.h"
 #include "flash_division.h"
 #include "flash_dots.h"
+#include "flash_sums.h"
 #include "kvconv/attention.h"
 #include "kvconv/float16.h"
 #include "vec.h"
@@ -152,24 +153,57 @@ void dot_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
   for (; t < tile.count; ++t) dot(t, Constant<1>());
 }
 
-// The same for all rows at once, as whole numbers; the tile has at least kLanes keys.
+// The same for all rows at once, as whole numbers; the tile has at least `blocks` blocks of keys.
+template <DataType type, int blocks>
+void dot_blocks(const AttentionParams& p, const Division& d, const RowTile& tile,
+                std::int64_t num_rows, const Scratch& scratch, Calls& calls) {
+  constexpr std::int64_t kKeys = blocks * kLanes;
+  const std::int64_t num_words = row_bytes(type, p.head_dim) / 4;
+  for (std::int64_t first = 0; first < tile.count; first += kKeys) {
+    const std::int64_t t = min_of(first, tile.count - kKeys);  // the last blocks may overlap
+    for (int b = 0; b < blocks; ++b) {
+      calls.step();
+      const auto* keys = reinterpret_cast<const float*>(tile.keys) + (t + b * kLanes) * num_words;
+      for (std::int64_t word = 0; word < num_words; word += kLanes) {
+        transpose_part(keys + word, num_words, min_of(kLanes, num_words - word),
+                       scratch.words + word * kKeys + b * kLanes, kKeys);
+      }
+    }
+    for_each_row_group(num_rows, [&](std::int64_t r, auto count) {
+      dot_words<type, count.value, blocks>(
+          d, scratch.bytes, r, scratch.words, num_words, tile.key_scales + t, d.key_tile,
+          scratch.scores + r * kFewRowsKeyTile + t, kFewRowsKeyTile);
+    });
+  }
+}
+
 template <DataType type>
 void dot_all_rows(const AttentionParams& p, const Division& d, const RowTile& tile,
                   std::int64_t num_rows, const Scratch& scratch, Calls& calls) {
-  const std::int64_t num_words = row_bytes(type, p.head_dim) / 4;
-  for (std::int64_t block = 0; block < tile.count; block += kLanes) {
-    calls.step();
-    const std::int64_t t = min_of(block, tile.count - kLanes);  // the last block may overlap
-    const auto* keys = reinterpret_cast<const float*>(tile.keys) + t * num_words;
-    for (std::int64_t word = 0; word < num_words; word += kLanes) {
-      transpose_part(keys + word, num_words, min_of(kLanes, num_words - word),
-                     scratch.words + word * kLanes, kLanes);
+  if (tile.count >= kDotBlocks * kLanes) {
+    dot_blocks<type, kDotBlocks>(p, d, tile, num_rows, scratch, calls);
+  } else {
+    dot_blocks<type, 1>(p, d, tile, num_rows, scratch, calls);
+  }
+}
+
+// The same as whole numbers; a group that is not whole is left to the factors.
+template <DataType type, int rows>
+void mix_rows_of_words(const AttentionParams& p, const Division& d, const RowTile& tile,
+                       std::int64_t first_row, const Scratch& scratch, float* accumulator,
+                       Calls& calls) {
+  const std::int64_t groups = num_groups(p.value_head_dim);
+  const float* alpha = scratch.alpha + first_row;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    float* sums = accumulator + g * kGroupSize;
+    if (type != DataType::kInt8 || (g + 1) * kGroupSize <= p.value_head_dim) {
+      mix_words<type, rows>(d, scratch.weights, first_row, groups, g, tile.values,
+                            row_bytes(type, p.value_head_dim), tile.count, sums, alpha, calls);
+    } else {
+      mix_codes<type, rows, 1>(scratch.factors + first_row * groups * d.key_tile, d.key_tile,
+                               tile.values, p.value_head_dim, g, tile.count, sums, d.value_width,
+                               alpha, calls);
     }
-    for_each_row_group(num_rows, [&](std::int64_t r, auto count) {
-      dot_words<type, count.value>(d, scratch.bytes, r, scratch.words, num_words,
-                                   tile.key_scales + t, d.key_tile,
-                                   scratch.scores + r * kFewRowsKeyTile + t, kFewRowsKeyTile);
-    });
   }
 }
 

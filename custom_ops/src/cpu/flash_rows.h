@@ -89,20 +89,32 @@ RowTile row_tile_at(const Cache& cached_keys, const Cache& cached_values, std::i
                key_tile);
   widen_scales(cached_values.scales_at(row), keys, cached_values.num_scales, scratch.value_scales,
                key_tile);
+  for (std::int64_t g = 0; g < cached_values.num_scales; ++g) {
+    float* scales = scratch.value_scales + g * key_tile;
+    for (std::int64_t t = keys; t < round_up(keys, 2 * kLanes); ++t) scales[t] = 0.0F;
+  }
   return {cached_keys.row_at(row), cached_values.row_at(row), scratch.key_scales,
           scratch.value_scales, keys};
 }
 
-// Sets the factors of each row and group of a tile's values.
+// Sets the factors of each row and group of a tile's values, zeros behind the last, and where they
+// may be rounded their largest magnitude.
 void scale_weights(const Division& d, std::int64_t num_rows, std::int64_t keys,
                    const Scratch& scratch) {
   const std::int64_t groups = d.value_width / kGroupSize;
   for (std::int64_t r = 0; r < num_rows; ++r) {
     for (std::int64_t g = 0; g < groups; ++g) {
       float* factors = scratch.factors + (r * groups + g) * d.key_tile;
-      for (std::int64_t t = 0; t < keys; t += kLanes) {
+      Vec largest = set(0.0F);
+      for (std::int64_t t = 0; t < round_up(keys, 2 * kLanes); t += kLanes) {
         const Vec scale = load(scratch.value_scales + g * d.key_tile + t);
-        store(factors + t, mul(load(scratch.scores + r * kFewRowsKeyTile + t), scale));
+        const Vec weight = t < keys ? load(scratch.scores + r * kFewRowsKeyTile + t) : set(0.0F);
+        const Vec factor = mul(weight, scale);
+        store(factors + t, factor);
+        if constexpr (kMultipliesBytes) largest = max(absolute(factor), largest);
+      }
+      if constexpr (kMultipliesBytes) {
+        scratch.weights.scales[r * groups + g] = max_of_lanes(largest);
       }
     }
   }
@@ -149,8 +161,7 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
       continue;
     }
     const bool is_last = slot + keys == range.end;
-    Calls next_keys(is_last ? after : first_keys(p, d, block, {slot + keys, range.end}),
-                    is_quantized(type) ? row_groups * ceil_div(keys, 4) : row_groups * keys);
+    const Memory next = is_last ? after : first_keys(p, d, block, {slot + keys, range.end});
     const float* weights = scratch.scores;
     std::int64_t row_weights = kFewRowsKeyTile;
     if (is_quantized(type)) {
@@ -158,6 +169,19 @@ void attend_rows(const AttentionParams& p, const Division& d, const Block& block
       weights = scratch.factors;
       row_weights = cached_values.num_scales * d.key_tile;
     }
+    if constexpr (kMultipliesBytes && is_quantized(type)) {
+      const std::int64_t groups = cached_values.num_scales;
+      if (keys >= kLanes && are_finite(scratch.value_scales, groups, keys, d)) {
+        Calls next_keys(next, row_groups * groups * (16 / kLanes) * (keys / 16));
+        round_weights<type>(d, scratch.factors, block.num_rows * groups, keys, scratch.weights);
+        for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
+          mix_rows_of_words<type, count.value>(p, d, tile, r, scratch,
+                                               partial.accumulator + r * d.value_width, next_keys);
+        });
+        continue;
+      }
+    }
+    Calls next_keys(next, row_groups * (is_quantized(type) ? ceil_div(keys, 4) : keys));
     for_each_row_group(block.num_rows, [&](std::int64_t r, auto count) {
       mix_rows<type, count.value>(p, d, tile, weights + r * row_weights,
                                   partial.accumulator + r * d.value_width, scratch.alpha + r,

@@ -114,4 +114,44 @@ static inline void round_to_two_bytes(const float* p, float factor, std::int8_t*
   store_bytes(lower[0], lower[1], low, low_pairs);
 }
 
+static inline Integers round_to_words(const float* p, float factor, std::int8_t* out) {
+  const __m256i first = round_eight(p, factor);
+  const __m256i second = round_eight(p + 8, factor);
+  const __m256i half = _mm256_set1_epi32(128);
+  // Half a high byte more, so that the upper byte is the high one; the lower is off by that half.
+  const __m256i shorts =
+      _mm256_packs_epi32(_mm256_add_epi32(first, half), _mm256_add_epi32(second, half));
+  const __m256i split = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+  const __m256i bytes =
+      _mm256_xor_si256(_mm256_shuffle_epi8(shorts, split), _mm256_set1_epi64x(-0x7F7F7F8000000000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(bytes, 0xD8));
+  return _mm256_add_epi32(first, second);
+}
+static inline std::int32_t sum_of_integers(Integers s) {
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1));
+  return _mm_cvtsi128_si32(four);
+}
+
+static inline Words interleave(const std::uint8_t* a, const std::uint8_t* b, const std::uint8_t* c,
+                               const std::uint8_t* d) {
+  const auto load_two = [](const std::uint8_t* low, const std::uint8_t* high) {
+    const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(low));
+    const __m128i second = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high));
+    return _mm_unpacklo_epi64(first, second);
+  };
+  const __m256i rows = _mm256_set_m128i(load_two(c, d), load_two(a, b));
+  const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  const __m256i transposition = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  return _mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(rows, order), transposition);
+}
+static inline void interleave_two(const std::uint8_t* a, const std::uint8_t* b,
+                                  const std::uint8_t* c, const std::uint8_t* d, Words (&w)[2]) {
+  w[0] = interleave(a, b, c, d);
+  w[1] = interleave(a + 16, b + 16, c + 16, d + 16);
+}
+
 }  // namespace kvconv

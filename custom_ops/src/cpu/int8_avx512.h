@@ -109,4 +109,58 @@ static inline void round_to_two_bytes(const float* p, float factor, std::int8_t*
   store_bytes(_mm512_sub_epi32(rounded, _mm512_slli_epi32(upper, 8)), low, low_pairs);
 }
 
+static inline Integers round_to_words(const float* p, float factor, std::int8_t* out) {
+  const __m512i first = _mm512_cvtps_epi32(mul(load(p), set(factor)));
+  const __m512i second = _mm512_cvtps_epi32(mul(load(p + kLanes), set(factor)));
+  const __m512i half = _mm512_set1_epi32(128);
+  // Half a high byte more, so that the upper byte is the high one; the lower is off by that half.
+  const __m512i shorts =
+      _mm512_packs_epi32(_mm512_add_epi32(first, half), _mm512_add_epi32(second, half));
+  const __m512i split =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+  const __m512i bytes =
+      _mm512_xor_si512(_mm512_shuffle_epi8(shorts, split), _mm512_set1_epi64(-0x7F7F7F8000000000));
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi64(order, bytes));
+  return _mm512_add_epi32(first, second);
+}
+static inline std::int32_t sum_of_integers(Integers s) {  // may wrap
+  const __m256i eight =
+      _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1));
+  return _mm_cvtsi128_si32(four);
+}
+
+// Transposes four words of four bytes in each quarter.
+static inline Words transpose_quarters(Words w) {
+  return _mm512_shuffle_epi8(w, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6,
+                                                                     10, 14, 3, 7, 11, 15)));
+}
+static inline Words interleave(const std::uint8_t* a, const std::uint8_t* b, const std::uint8_t* c,
+                               const std::uint8_t* d) {
+  __m512i rows = _mm512_castsi128_si512(load_codes(a));
+  rows = _mm512_inserti32x4(rows, load_codes(b), 1);
+  rows = _mm512_inserti32x4(rows, load_codes(c), 2);
+  rows = _mm512_inserti32x4(rows, load_codes(d), 3);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return transpose_quarters(_mm512_permutexvar_epi32(order, rows));
+}
+static inline void interleave_two(const std::uint8_t* a, const std::uint8_t* b,
+                                  const std::uint8_t* c, const std::uint8_t* d, Words (&w)[2]) {
+  const auto load_two = [](const std::uint8_t* low, const std::uint8_t* high) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  };
+  const __m512i ab = load_two(a, b);
+  const __m512i cd = load_two(c, d);
+  const __m512i first = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+  const __m512i second =
+      _mm512_setr_epi32(4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31);
+  w[0] = transpose_quarters(_mm512_permutex2var_epi32(ab, first, cd));
+  w[1] = transpose_quarters(_mm512_permutex2var_epi32(ab, second, cd));
+}
+
 }  // namespace kvconv

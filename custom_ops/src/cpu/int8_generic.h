@@ -147,4 +147,43 @@ static inline void round_to_two_bytes(const float* p, float factor, std::int8_t*
   }
 }
 
+// Rounds 2 * kLanes floats times `factor` (magnitudes up to 127 * 256) to 256 * high + low and
+// writes, of each four, the high bytes and then the low ones. Returns sums of the rounded numbers,
+// to be added up across lanes.
+static inline Integers round_to_words(const float* p, float factor, std::int8_t* out) {
+  Integers sums = {};
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    const std::int32_t rounded = round_one(p[i] * factor);
+    std::int8_t* byte = out + i / 4 * 8 + i % 4;
+    byte[0] = static_cast<std::int8_t>((rounded + 128) >> 8);
+    byte[4] = static_cast<std::int8_t>(rounded - 256 * byte[0]);
+    sums.lanes[i % kLanes] += rounded;
+  }
+  return sums;
+}
+static inline std::int32_t sum_of_integers(Integers s) {
+  std::int32_t sum = 0;
+  for (const std::int32_t lane : s.lanes) sum += lane;
+  return sum;
+}
+
+// Words whose lane i has byte i of each of four rows.
+static inline Words interleave(const std::uint8_t* a, const std::uint8_t* b, const std::uint8_t* c,
+                               const std::uint8_t* d) {
+  Words w;
+  for (int i = 0; i < kLanes; ++i) {
+    w.bytes[4 * i] = a[i];
+    w.bytes[4 * i + 1] = b[i];
+    w.bytes[4 * i + 2] = c[i];
+    w.bytes[4 * i + 3] = d[i];
+  }
+  return w;
+}
+// The same of bytes [0, kLanes) and [16, 16 + kLanes) of rows of 32.
+static inline void interleave_two(const std::uint8_t* a, const std::uint8_t* b,
+                                  const std::uint8_t* c, const std::uint8_t* d, Words (&w)[2]) {
+  w[0] = interleave(a, b, c, d);
+  w[1] = interleave(a + 16, b + 16, c + 16, d + 16);
+}
+
 }  // namespace kvconv

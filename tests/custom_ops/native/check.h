@@ -55,6 +55,13 @@ inline float tolerance_of(DataType type) {
   return type == DataType::kFloat16 ? 4e-3F : 3e-2F;
 }
 
+// The same where the cache is quantised: weights of values are rounded by up to 1/65024 of the
+// largest of a tile, about 1e-5 each, and a hundred such errors add up to 1e-4 where one weight is
+// nearly all of the sum.
+inline float quantized_tolerance_of(DataType type) {
+  return type == DataType::kFloat32 ? 2e-4F : tolerance_of(type);
+}
+
 // Compares element by element; NaN must meet NaN. `what` says which case failed.
 inline void check_close(const void* actual, const void* expected, std::int64_t size, DataType type,
                         float tolerance, const std::string& what) {

@@ -317,7 +317,8 @@ void test_kernel(const FlashKernel& kernel, const Case& c, const Result& expecte
                     expected.value, expected.value_scale, what + ", present_value");
     const Result attended = have_equal_caches(actual, expected) ? expected : attend_over(c, actual);
     check_close(actual.output.data(), attended.output.data(), attended.output.size(),
-                c.p.activation_type, tolerance_of(c.p.activation_type), what + ", output");
+                c.p.activation_type, quantized_tolerance_of(c.p.activation_type),
+                what + ", output");
     return;
   }
   // Slots that are not used hold the same NaN bits (or the same past) on both sides.
@@ -448,7 +449,8 @@ void test_ring(const FlashKernel& kernel, std::uint64_t seed) {
       ::operator delete(workspace, std::align_val_t(64));
     }
     check_close(outputs[1].data(), outputs[0].data(), elements, p.activation_type,
-                tolerance_of(p.activation_type),
+                is_quantized(p.cache_type) ? quantized_tolerance_of(p.activation_type)
+                                           : tolerance_of(p.activation_type),
                 std::string(kernel.name) + ", ring of seed " + std::to_string(seed));
     p.past_sequence_length = p.total_sequence_length;
   }
