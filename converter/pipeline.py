@@ -323,10 +323,12 @@ def _finish(
     kernels: Kernels | None,
 ) -> Manifest:
     """Add the op library and the manifest; the folder is a bundle afterwards."""
+    import json
     import shutil
 
     import onnx
 
+    from kvconv.converter.genai_config import genai_config
     from kvconv.custom_ops import library_path
 
     if options.attention == "flash":
@@ -354,11 +356,15 @@ def _finish(
         inputs=tuple(value.name for value in graph.input),
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
-        files=bundle.list_files(folder),
+        files={},
         run_sizes=traced.run_sizes,
         kernels=kernels,
         refusals=(*traced.notices, *map(str, report.refusals)),
     )
+    config = genai_config(manifest)
+    if config is not None:
+        (folder / names.GENAI_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    manifest = dataclasses.replace(manifest, files=bundle.list_files(folder))
     manifest.write(folder)
     return manifest
 

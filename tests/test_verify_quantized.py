@@ -77,6 +77,7 @@ def test_a_right_bundle_passes_and_says_what_it_lost(quantized, weights):
     assert sum(manifest.quantization.stored_bytes.values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_float16_activations_have_their_own_rounding(quantized, weights):
     folder, reference = quantized("llama", weights=weights, dtype="float16")
@@ -120,6 +121,7 @@ def test_a_mixture_of_experts_passes_at_the_default_accuracy_level(quantized, mo
     assert all(check.passed for check in found.values())
 
 
+@pytest.mark.slow
 def test_16_bit_activations_are_held_to_much_less_than_8_bit_ones(quantized):
     folder, reference = quantized("llama", weights="int4", accuracy_level=2)
     assert all(check.passed for check in checks(folder, reference).values())
@@ -148,6 +150,7 @@ def test_with_float_weights_the_bundle_is_compared_with_itself(quantized, tmp_pa
     assert not checks(wrong, reference)[FLOAT_WEIGHTS].passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["standard", "gqa"])
 def test_onnx_runtimes_operators_pass_too(quantized, attention):
     folder, reference = quantized("llama", weights="int4", attention=attention)

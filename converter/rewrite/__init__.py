@@ -32,7 +32,8 @@ The flash flavour, in order, and why:
 19. `float32_logits`      After the Slice, so that only kept logits are cast.
 20. `tidy`                Again, over what the rules left behind.
 21. `cache_use`           A check: nothing but the op may look at the cache.
-22. `calls`               A check: masks are causal, and say what the attention calls said.
+22. `host_nodes`          A check, for CUDA: whether steps can be captured as a CUDA graph.
+23. `calls`               A check: masks are causal, and say what the attention calls said.
 
 The gqa flavour has `gqa` (ONNX Runtime's GroupQueryAttention) after 9, and none of 10 to 13 and 15
 to 17. The standard flavour replaces 5 to 17 by `standard` (ONNX Attention or decomposed operators),
@@ -61,6 +62,7 @@ from kvconv.converter.rewrite import (
     gqa,
     head_norm,
     heads,
+    host_nodes,
     length_input,
     mask,
     norm,
@@ -251,6 +253,8 @@ def rewrite(
             found=len(readers),
             refusals=[str(refusal) for refusal in readers],
         )
+    if provider == "cuda":
+        refusals += host_nodes.check(graph)
     _require_causal(masks)
     windows, differences = calls.check(said, masks)
     capacities = ring.read_capacities(graph)

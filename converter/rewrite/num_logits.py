@@ -138,8 +138,14 @@ def _slice_logits(editor: Editor, logits: gs.Variable) -> None:
 
 def _slice(editor: Editor, tensor: gs.Variable) -> gs.Variable:
     keep = gs.Constant(names.NUM_LOGITS_TO_KEEP, np.zeros((), np.int64))
-    negative = editor.add("Neg", [keep], dtype=np.int64, shape=[])
-    start = editor.add("Reshape", [negative, editor.ints(1)], dtype=np.int64, shape=[1])
+    if editor.provider == "cuda":
+        # The same from a Shape, which keeps it on the host: see `host_nodes`.
+        length = editor.dimension(names.INPUT_IDS, 1)
+        zero = editor.add("Mul", [length, editor.ints(0)], dtype=np.int64, shape=[1])
+        start = editor.add("Sub", [zero, keep], dtype=np.int64, shape=[1])
+    else:
+        negative = editor.add("Neg", [keep], dtype=np.int64, shape=[])
+        start = editor.add("Reshape", [negative, editor.ints(1)], dtype=np.int64, shape=[1])
     bounds = [start, editor.ints(_INT64_MAX), editor.ints(1)]
     shape = None if tensor.shape is None else [tensor.shape[0], KEPT_LENGTH, tensor.shape[2]]
     return editor.add("Slice", [tensor, *bounds], dtype=tensor.dtype, shape=shape)

@@ -30,7 +30,8 @@ class AttentionNode {
  protected:
   AttentionInputs read_inputs(const ort::KernelContext* context) const {
     AttentionInputs inputs;
-    for (std::size_t i = 0; i < inputs.size(); ++i) inputs[i] = reader(context, i);
+    // All but the last: kernels is for the making of a node.
+    for (std::size_t i = 0; i < kKernels; ++i) inputs[i] = reader(context, i);
     return inputs;
   }
 

@@ -97,6 +97,8 @@ KERNELS_FILE = "kvconv_kernels.bin"
 KERNELS_INITIALIZER = "kvconv_kernels"
 """The graph's initializer whose external data is KERNELS_FILE."""
 LIBRARY_FILE = "libkvconv_ops.so"
+GENAI_CONFIG_FILE = "genai_config.json"
+"""For onnxruntime-genai, of bundles that it can run."""
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 

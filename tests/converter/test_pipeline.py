@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconv import custom_ops, names
 from kvconv.converter import ExportOptions, bundle, export
+from kvconv.converter.genai_config import genai_config
 from kvconv.errors import ExportError, VerificationError
 from kvconv.manifest import CacheLayer, CheckResult, Verification, check_files, read_manifest
 from tiny_decoders import WINDOW
@@ -83,6 +84,7 @@ def test_bundle_is_complete_and_alone(report):
     assert found == {*manifest.files, names.MANIFEST_FILE}
     assert {"config.json", "generation_config.json", "tokenizer.json", names.WEIGHTS_FILE} < found
     assert (names.LIBRARY_FILE in found) == (manifest.attention == "flash")
+    assert (names.GENAI_CONFIG_FILE in found) == (genai_config(manifest) is not None)
     assert [path.name for path in report.path.parent.iterdir()] == [report.path.name]
     assert report.size_bytes == sum(path.stat().st_size for path in report.path.iterdir())
 

@@ -8,7 +8,7 @@ import pytest
 
 import rewrite_graphs as graphs
 from kvconv import names
-from kvconv.converter.rewrite import RewriteReport, rewrite
+from kvconv.converter.rewrite import RewriteReport, host_nodes, rewrite
 from kvconv.converter.rewrite.graph import find, get_operand
 from kvconv.errors import RewriteError
 from rewrite_graphs import bool_mask
@@ -74,3 +74,21 @@ def test_mask_that_stays_a_bias_is_refused() -> None:
     with pytest.raises(RewriteError, match="attention_mask, whose width it takes") as caught:
         rewritten(graph)
     assert caught.value.found > 0
+
+
+def test_steps_can_be_captured_because_the_start_of_the_slice_stays_on_the_host() -> None:
+    graph = graphs.decoder(masks=(bool_mask(),))
+    _, report = rewritten(graph)
+    assert not [note for note in report.refusals if note.rule == "host_nodes"]
+    starts = [node.inputs[1].inputs[0] for node in find(graph, "Slice") if node.inputs[1].inputs]
+    (start,) = (node for node in starts if node.op == "Sub")
+    assert start.inputs[0].inputs[0].inputs[0].inputs[0].op == "Shape"
+
+
+def test_tensor_that_would_move_is_named() -> None:
+    graph = graphs.decoder(masks=(bool_mask(),))
+    rewrite(graph, attention="flash", opset=23)  # with Neg and Reshape, which run on the device
+    (note,) = host_nodes.check(graph)
+    assert "Slice reads" in note.reason
+    assert "computed on the device" in note.reason
+    assert "--no-cuda-graph" in note.reason
