@@ -7,6 +7,7 @@ import onnx_graphsurgeon as gs
 
 from kvconv import names
 from kvconv.converter.rewrite.graph import find, get_operand, operand_heads
+from kvconv.custom_ops.triton.compile import require_triton
 from kvconv.custom_ops.triton.pack import write_pack
 from kvconv.custom_ops.triton.variants import (
     Attention,
@@ -36,10 +37,12 @@ class TritonKernels:
 
     Raises:
         ExportError: A GPU is not known.
+        MissingDependencyError: Triton is not installed.
     """
 
     def __init__(self, gpus: tuple[str, ...] = (), *, processes: int | None = None) -> None:
         self.gpus = parse_gpus(gpus)
+        require_triton()  # exporting takes minutes; nobody should wait for a refusal
         self.processes = processes
 
     def build(self, model_path: Path) -> tuple[bytes, Kernels]:
@@ -49,7 +52,6 @@ class TritonKernels:
             model_path: The rewritten model; its weights are not read.
 
         Raises:
-            MissingDependencyError: Triton is not installed.
             ExportError: A node is none that there are kernels for, or a kernel does not compile.
         """
         variants = list_variants(find_attentions(model_path), self.gpus)

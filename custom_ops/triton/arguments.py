@@ -9,7 +9,6 @@ ALIGNMENT = 16
 """What addresses and strides are multiples of, which lets Triton load 16 bytes at once."""
 
 
-
 class Argument(NamedTuple):
     """One argument that a kernel may take.
 

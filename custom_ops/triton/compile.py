@@ -1,6 +1,6 @@
 """Compiles one kernel for one GPU, which need not be there, and checks what comes out."""
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -64,9 +64,7 @@ def load_kernel(variant: Variant) -> Any:
     return getattr(module, f"{name}_kernel")
 
 
-def compile_variant(
-    variant: Variant, kernel: Callable[[Variant], Any] = load_kernel
-) -> Compiled:
+def compile_variant(variant: Variant, kernel: Callable[[Variant], Any] = load_kernel) -> Compiled:
     """Compile a kernel and check what comes out.
 
     Args:
@@ -162,11 +160,18 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _tool(name: str) -> Path:
-    """Return a program that comes with Triton, without importing Triton."""
-    import importlib.util
+def require_triton() -> Path:
+    """Return where Triton is, without importing it.
 
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         raise MissingDependencyError(package="triton", extra="build")
-    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    return Path(spec.origin).parent
+
+
+def _tool(name: str) -> Path:
+    """Return a program that comes with Triton."""
+    return require_triton() / "backends" / "nvidia" / "bin" / name

@@ -70,9 +70,7 @@ def write_pack(kernels: Iterable[Compiled]) -> bytes:
         images += kernel.image
     body = bytes(table + images)
     digest = hashlib.sha256(body).digest()
-    return (
-        _HEADER.pack(MAGIC, VERSION, len(ordered), _HEADER.size + len(body), digest, 0) + body
-    )
+    return _HEADER.pack(MAGIC, VERSION, len(ordered), _HEADER.size + len(body), digest, 0) + body
 
 
 def _pack_entry(kernel: Compiled, offset: int) -> bytes:
@@ -124,9 +122,7 @@ def read_pack(content: bytes) -> list[Entry]:
     table_end = _HEADER.size + num_kernels * _ENTRY.size
     if table_end > len(content):
         raise _damaged(f"{len(content)} bytes do not hold a table of {num_kernels} kernels")
-    return [
-        _read_entry(content, index, table_end) for index in range(num_kernels)
-    ]
+    return [_read_entry(content, index, table_end) for index in range(num_kernels)]
 
 
 def _read_entry(content: bytes, index: int, table_end: int) -> Entry:
@@ -134,9 +130,7 @@ def _read_entry(content: bytes, index: int, table_end: int) -> Entry:
     offset, size, digest, function, ids = fields[18:]
     image = content[offset : offset + size]
     if offset % _IMAGE_ALIGNMENT or offset < table_end or len(image) != size:
-        raise _damaged(
-            f"kernel {index} is said to be {size} bytes at {offset} of {len(content)}"
-        )
+        raise _damaged(f"kernel {index} is said to be {size} bytes at {offset} of {len(content)}")
     if hashlib.sha256(image).digest() != digest:
         raise _damaged(f"kernel {index} has another sha256 than its table says")
     try:

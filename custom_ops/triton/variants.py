@@ -234,8 +234,10 @@ class Variant(NamedTuple):
     def __str__(self) -> str:
         a = self.attention
         features = "+".join(feature.name.lower() for feature in Feature if feature & a.features)
-        gpu = f"PTX {self.gpu.compute_capability}" if self.is_ptx else (
-            f"sm_{self.gpu.compute_capability}"
+        gpu = (
+            f"PTX {self.gpu.compute_capability}"
+            if self.is_ptx
+            else (f"sm_{self.gpu.compute_capability}")
         )
         return (
             f"{self.kind.name.lower()} {gpu} {DTYPE_NAMES[a.activation_type]}, "

@@ -5,6 +5,7 @@ became of them, as pickles. They are no children of multiprocessing, which would
 main module again.
 """
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -13,12 +14,19 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from kvconv.custom_ops.triton.compile import Compiled, compile_variant, set_environment
+from kvconv.custom_ops.triton.compile import (
+    Compiled,
+    compile_variant,
+    require_triton,
+    set_environment,
+)
 from kvconv.custom_ops.triton.variants import Variant
 from kvconv.errors import ExportError, KvconvError
 
 
-def compile_variants(variants: Iterable[Variant], *, processes: int | None = None) -> list[Compiled]:
+def compile_variants(
+    variants: Iterable[Variant], *, processes: int | None = None
+) -> list[Compiled]:
     """Compile kernels, in as many processes as there are CPUs for.
 
     Args:
@@ -29,6 +37,7 @@ def compile_variants(variants: Iterable[Variant], *, processes: int | None = Non
         MissingDependencyError: Triton is not installed.
         ExportError: One does not compile, or does not fit its GPU.
     """
+    require_triton()
     # Kinds and sizes differ in time more than GPUs do: the long ones first.
     todo = sorted(variants, key=lambda variant: (variant.kind in (1, 4), variant))
     count = min(processes or len(os.sched_getaffinity(0)), len(todo))
@@ -52,6 +61,8 @@ def compile_variants(variants: Iterable[Variant], *, processes: int | None = Non
             except BaseException:
                 for future in futures:
                     future.cancel()
+                for worker in started:
+                    worker.kill()
                 raise
     finally:
         for worker in started:
@@ -85,10 +96,14 @@ class _Worker:
         compiled: Compiled = result
         return compiled
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
 
