@@ -26,7 +26,7 @@ $(VENV)/.kvconv: $(VENV)/.torch pyproject.toml $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.kvconv
-	$(PIP) -e ".[test,lint]"
+	$(PIP) -e ".[test,lint,build]"
 	@touch $@
 
 $(DEMO)/kvconv.json: | $(VENV)/.kvconv

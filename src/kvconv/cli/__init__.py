@@ -12,6 +12,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "export": "Convert a Hugging Face decoder into a bundle.",
+    "build": "Compile the CUDA kernels of a bundle again, for other GPUs.",
     "run": "Generate text from a bundle or a model.",
     "verify": "Compare a bundle's logits with PyTorch's.",
     "plan": "Count the memory that a model or a bundle takes, and what fits.",
