@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvconv.custom_ops.triton.codes import key_bits, num_groups, row_elements, store_codes
-from kvconv.custom_ops.triton.rows import RING, load_rotated, load_rows, padded, transform
+from kvconv.custom_ops.triton.rows import RING, has, load_rotated, load_rows, padded, transform
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def append_kernel(
     new = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
     is_new = new < sequence_length
     row = tl.load(past_sequence_length).to(tl.int64) + new
-    if FEATURES & RING:
+    if has(FEATURES, RING):
         row = row % capacity
     is_row = is_new & (row >= 0) & (row < capacity)
     token = batch * sequence_length + new

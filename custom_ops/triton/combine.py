@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvconv.custom_ops.triton.rows import LOG2_E, SINK, padded, transform
+from kvconv.custom_ops.triton.rows import LOG2_E, SINK, has, padded, transform
 from kvconv.custom_ops.triton.softmax import divided
 
 
@@ -54,9 +54,9 @@ def combine_kernel(
         maximum = larger
 
     sink = 0.0
-    if FEATURES & SINK:
+    if has(FEATURES, SINK):
         sink = tl.load(head_sink + head) * LOG2_E
-    result = divided(maximum, total, weighted, sink, (FEATURES & SINK) != 0)
+    result = divided(maximum, total, weighted, sink, has(FEATURES, SINK))
     if CACHE_BITS != 0:
         result = transform(result, VALUE_HEAD_DIM)
     tl.store(

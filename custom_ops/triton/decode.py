@@ -12,6 +12,7 @@ from kvconv.custom_ops.triton.rows import (
     RING,
     WINDOW,
     dot_type,
+    has,
     load_rotated,
     padded,
     transform,
@@ -98,28 +99,28 @@ def decode_kernel(
     if CACHE_BITS != 0:
         present_key_scale += kv_row * num_groups(HEAD_DIM)
         present_value_scale += kv_row * num_groups(VALUE_HEAD_DIM)
-    if FEATURES & MASK:
+    if has(FEATURES, MASK):
         attention_mask += batch * mask_width
     bias_row = 0
-    if FEATURES & BIAS:
+    if has(FEATURES, BIAS):
         bias_row = batch * bias_stride_batch + head.to(tl.int64) * bias_stride_head
     slope = 0.0
-    if FEATURES & ALIBI:
+    if has(FEATURES, ALIBI):
         slope = tl.load(alibi_slopes + head, mask=is_query, other=0.0)
 
     # The walk: [first, full_end) without a check, [full_end, end). A window has edges anywhere.
     first = split * slots_per_split
     end = tl.minimum(first + slots_per_split, tl.minimum(past + 1, capacity))
     full_end = tl.maximum(first, end // TILE_N * TILE_N)
-    if FEATURES & WINDOW:
-        if not FEATURES & RING:
+    if has(FEATURES, WINDOW):
+        if not has(FEATURES, RING):
             first = tl.maximum(first, tl.maximum(0, past + 1 - window_size) // TILE_N * TILE_N)
         full_end = first
     maximum = tl.full([TILE_M], float("-inf"), tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     weighted = tl.zeros([TILE_M, padded(VALUE_HEAD_DIM)], tl.float32)
     for part in tl.static_range(2):
-        if part == 1 or not FEATURES & WINDOW:
+        if part == 1 or not has(FEATURES, WINDOW):
             maximum, total, weighted = attend(
                 maximum,
                 total,

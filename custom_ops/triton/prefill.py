@@ -14,6 +14,7 @@ from kvconv.custom_ops.triton.rows import (
     SINK,
     WINDOW,
     dot_type,
+    has,
     load_rotated,
     padded,
     transform,
@@ -94,30 +95,30 @@ def prefill_kernel(
     if CACHE_BITS != 0:
         present_key_scale += kv_row * num_groups(HEAD_DIM)
         present_value_scale += kv_row * num_groups(VALUE_HEAD_DIM)
-    if FEATURES & MASK:
+    if has(FEATURES, MASK):
         attention_mask += batch * mask_width
     bias_row = 0
-    if FEATURES & BIAS:
+    if has(FEATURES, BIAS):
         bias_row = (
             batch * bias_stride_batch
             + head.to(tl.int64) * bias_stride_head
             + new.to(tl.int64) * bias_stride_query
         )
     slope = 0.0
-    if FEATURES & ALIBI:
+    if has(FEATURES, ALIBI):
         slope = tl.load(alibi_slopes + head)
 
     # The walk: [low, full) where a window begins, [full, full_end) without a check, [.., end).
     end = past + sequence_length
-    if not FEATURES & RING:
+    if not has(FEATURES, RING):
         end = tl.minimum(end, capacity)  # nobody checks past_sequence_length before the launch
     full_end = end // TILE_N * TILE_N
-    if FEATURES & CAUSAL:
+    if has(FEATURES, CAUSAL):
         full_end = tl.minimum(full_end, (past + start + 1) // TILE_N * TILE_N)
         end = tl.minimum(end, past + start + TILE_M)
     low = 0
     full = 0
-    if FEATURES & WINDOW:
+    if has(FEATURES, WINDOW):
         first_seen = past + start - window_size + 1
         low = tl.maximum(0, first_seen) // TILE_N * TILE_N
         full = tl.cdiv(tl.maximum(0, first_seen + TILE_M - 1), TILE_N) * TILE_N
@@ -128,7 +129,7 @@ def prefill_kernel(
     weighted = tl.zeros([TILE_M, padded(VALUE_HEAD_DIM)], tl.float32)
     for part in tl.static_range(3):
         edges: tl.constexpr = part != 1
-        if part != 0 or FEATURES & WINDOW:
+        if part != 0 or has(FEATURES, WINDOW):
             first = low if part == 0 else full if part == 1 else full_end
             last = tl.minimum(full, end) if part == 0 else full_end if part == 1 else end
             maximum, total, weighted = attend(
@@ -166,9 +167,9 @@ def prefill_kernel(
             )
 
     sink = 0.0
-    if FEATURES & SINK:
+    if has(FEATURES, SINK):
         sink = tl.load(head_sink + head) * LOG2_E
-    result = divided(maximum, total, weighted, sink, (FEATURES & SINK) != 0)
+    result = divided(maximum, total, weighted, sink, has(FEATURES, SINK))
     if CACHE_BITS != 0:
         result = transform(result, VALUE_HEAD_DIM)
     columns = tl.arange(0, padded(VALUE_HEAD_DIM))[None, :]

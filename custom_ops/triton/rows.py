@@ -23,6 +23,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.constexpr_function
+def has(features: int, feature: int) -> bool:
+    """Return whether a bit is set."""
+    return features & feature != 0
+
+
+@triton.constexpr_function
 def padded(width: int) -> int:
     """Return the columns of a tile: a power of two, of at least one whole group of codes."""
     return max(32, 1 << (width - 1).bit_length())
@@ -63,9 +69,9 @@ def load_rotated(
     `table_rows` is [rows, 1], the offset of each row in cos and sin.
     """
     rows = load_rows(pointers, is_row, WIDTH)
-    if FEATURES & ROTARY:
+    if has(FEATURES, ROTARY):
         columns = tl.arange(0, padded(WIDTH))[None, :]
-        if FEATURES & ROTARY_INTERLEAVED:
+        if has(FEATURES, ROTARY_INTERLEAVED):
             partner = columns ^ 1
             angle = columns // 2
             is_first = columns % 2 == 0

@@ -18,6 +18,7 @@ from kvconv.custom_ops.triton.rows import (
     RING,
     SOFTCAP,
     WINDOW,
+    has,
     padded,
 )
 
@@ -30,7 +31,7 @@ def slots_of(index, last_slot, capacity, BY_ROW: tl.constexpr, FEATURES: tl.cons
     beyond `last_slot`.
     """
     row, slot = index, index
-    if FEATURES & RING:
+    if has(FEATURES, RING):
         if BY_ROW:
             slot = row + tl.maximum(0, last_slot - row) // capacity * capacity
         else:
@@ -56,23 +57,23 @@ def masked_scores(
     FEATURES: tl.constexpr,
 ):
     """Turn products [rows, slots] into scores in base 2, -inf where a query must not look."""
-    if FEATURES & SOFTCAP:
+    if has(FEATURES, SOFTCAP):
         # tanh, which cannot overflow: exp2 goes to infinity and the quotient to 0.
         turns = tl.exp2(scores * (scale * (2.0 * LOG2_E) / softcap))
         scores = (softcap * LOG2_E) * (1.0 - 2.0 / (turns + 1.0))
     else:
         scores *= scale * LOG2_E
-    if FEATURES & ALIBI:
+    if has(FEATURES, ALIBI):
         scores += slope * (slot - own_slot).to(tl.float32) * LOG2_E
-    if FEATURES & BIAS:
+    if has(FEATURES, BIAS):
         bias = attention_bias + bias_row + slot.to(tl.int64) * bias_stride_slot
         scores += tl.load(bias, mask=is_query & is_seen, other=0.0).to(tl.float32) * LOG2_E
     if EDGES:
-        if FEATURES & CAUSAL:
+        if has(FEATURES, CAUSAL):
             is_seen = is_seen & (slot <= own_slot)
-        if FEATURES & WINDOW:
+        if has(FEATURES, WINDOW):
             is_seen = is_seen & (slot > own_slot - window_size)
-    if EDGES or FEATURES & MASK:
+    if EDGES or has(FEATURES, MASK):
         scores = tl.where(is_seen, scores, float("-inf"))
     return scores
 
@@ -130,9 +131,9 @@ def attend(
         row, slot = slots_of(index, last_slot, capacity, BY_ROW, FEATURES)
         is_row = index < end
         is_seen = is_row
-        if BY_ROW and FEATURES & RING:
+        if BY_ROW and has(FEATURES, RING):
             is_seen = is_seen & (slot <= last_slot)
-        if FEATURES & MASK:
+        if has(FEATURES, MASK):
             is_inside = is_seen & (slot < mask_width)
             is_seen = is_inside & (tl.load(mask_row + slot, mask=is_inside, other=0) != 0)
         keys = load_cache(
@@ -175,7 +176,7 @@ def attend(
             is_seen[:, None],
             VALUE_HEAD_DIM,
             CACHE_BITS,
-            EDGES or (FEATURES & MASK) != 0,
+            EDGES or has(FEATURES, MASK),
         ).to(query.dtype)
         weighted = tl.dot(
             weights.to(query.dtype),
