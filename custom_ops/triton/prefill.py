@@ -128,7 +128,6 @@ def prefill_kernel(
     total = tl.zeros([TILE_M], tl.float32)
     weighted = tl.zeros([TILE_M, padded(VALUE_HEAD_DIM)], tl.float32)
     for part in tl.static_range(3):
-        edges: tl.constexpr = part != 1
         if part != 0 or has(FEATURES, WINDOW):
             first = low if part == 0 else full if part == 1 else full_end
             last = tl.minimum(full, end) if part == 0 else full_end if part == 1 else end
@@ -163,7 +162,7 @@ def prefill_kernel(
                 CACHE_BITS,
                 TILE_N,
                 False,
-                edges,
+                part != 1,
             )
 
     sink = 0.0
