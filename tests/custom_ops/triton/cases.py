@@ -133,9 +133,7 @@ def quantized_case(case: Case, bits: int) -> None:
         ), f"{side}: the past changed"
         caches.append(quantized_rows.transform(numbers))
     expected = expected_output(dataclasses.replace(case, cache="float32"), inputs, tuple(caches))
-    assert_close(
-        found["output"].reshape(expected.shape), expected, case.activation, "output"
-    )
+    assert_close(found["output"].reshape(expected.shape), expected, case.activation, "output")
 
 
 def ring_case(case: Case, capacity: int) -> None:

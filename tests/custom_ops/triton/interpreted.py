@@ -119,11 +119,22 @@ def run(
         given["query"].dtype
     )
     partial_shape = (num_splits, case.batch, case.heads)
-    values: dict[str, object] = given | presents | {
-        name: tensor(inputs[name], "")
-        for name in ("attention_mask", "cos", "sin", "attention_bias", "alibi_slopes", "head_sink")
-        if name in inputs
-    }
+    values: dict[str, object] = (
+        given
+        | presents
+        | {
+            name: tensor(inputs[name], "")
+            for name in (
+                "attention_mask",
+                "cos",
+                "sin",
+                "attention_bias",
+                "alibi_slopes",
+                "head_sink",
+            )
+            if name in inputs
+        }
+    )
     values |= {f"{name}_token_stride": stride for name, stride in strides.items()}
     if "attention_bias" in inputs:
         names = ("batch", "head", "query", "slot")
