@@ -86,7 +86,7 @@ static void print_ids(const char *bundle, int32_t max_new_tokens, const int32_t 
 typedef struct user {
   kvconv_model *model;
   int32_t first; /* what the user says: a few ids behind this one */
-  int32_t tokens[16];
+  int32_t tokens[16], others[16];
 } user;
 
 /* Each thread has a generator of its own; the model is shared. */
@@ -109,13 +109,8 @@ static void *serve(void *argument) {
     fprintf(stderr, "a copy went another way\n");
     exit(1);
   }
-  CHECK(kvconv_generator_rewind(generator, 8)); /* take the answer back, and give it again */
-  CHECK(kvconv_generator_seed(generator, 7));
-  for (i = 0; i < 16; ++i) CHECK(kvconv_generator_next(generator, &sampling, &again[i], &finish));
-  if (memcmp(again, self->tokens, sizeof(again)) != 0) {
-    fprintf(stderr, "a rewound sequence went another way\n");
-    exit(1);
-  }
+  CHECK(kvconv_generator_rewind(generator, 8)); /* take the answer back and give another one */
+  for (i = 0; i < 16; ++i) CHECK(kvconv_generator_next(generator, &sampling, &self->others[i], &finish));
   kvconv_generator_destroy(copy);
   kvconv_generator_destroy(generator);
   return NULL;
@@ -136,6 +131,8 @@ static void run_users(const char *bundle, int32_t num_users) {
     pthread_join(threads[i], NULL);
     printf("user %d:", i);
     for (j = 0; j < 16; ++j) printf(" %d", users[i].tokens[j]);
+    printf("\n   then:");
+    for (j = 0; j < 16; ++j) printf(" %d", users[i].others[j]);
     putchar('\n');
   }
   free(threads);

@@ -139,6 +139,8 @@ DynamicLibrary DynamicLibrary::open(const Search& search) {
        ".");
 }
 
+void keep_loaded(const fs::path& path) { load(path); }
+
 void* DynamicLibrary::find(const char* name) const {
 #if defined(_WIN32)
   return reinterpret_cast<void*>(GetProcAddress(static_cast<HMODULE>(handle_), name));

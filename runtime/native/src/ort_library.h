@@ -41,6 +41,9 @@ class DynamicLibrary {
   std::filesystem::path path_;
 };
 
+// Keeps a library in memory for the life of the process, whoever else closes it; nothing where it does not load.
+void keep_loaded(const std::filesystem::path& path);
+
 // The suffix of shared libraries here, with its dot.
 inline constexpr std::string_view kLibrarySuffix =
 #if defined(_WIN32)

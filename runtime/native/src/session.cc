@@ -90,6 +90,8 @@ LoadedModel::LoadedModel(const std::filesystem::path& bundle, const kvconv_model
   check(ort::set_session_log_severity_level(runtime.api, created, 4));  // errors arrive as statuses
   if (manifest_.op_version) {
     const std::filesystem::path library = op_library(manifest_, options);
+    // ONNX Runtime closes it with the last session, and its one domain would be lost each time.
+    keep_loaded(library);
     ort::Status* status = ort::register_custom_ops_library(runtime.api, created, library.c_str());
     if (status != nullptr) {
       fail(KVCONV_LIBRARY_ERROR, "ONNX Runtime ", runtime.version, " refuses the op library ",
