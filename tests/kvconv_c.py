@@ -1,4 +1,4 @@
-"""The native runtime through ctypes: kvconv.h as thin Python, for comparison with kvconv.runtime."""
+"""The native runtime through ctypes: kvconv.h as thin Python, to compare with kvconv.runtime."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ CODES = (
     "OK INVALID_ARGUMENT INVALID_HANDLE ABI_MISMATCH BUNDLE_ERROR LIBRARY_ERROR CACHE_FULL "
     "NOT_ENOUGH_MEMORY REWIND_ERROR PROMPT_ERROR BUSY BUFFER_TOO_SMALL FAILED"
 ).split()
+GREEDY = SamplingParams()
 FINISH = (None, "eos", "length")
 
 
@@ -152,12 +153,12 @@ class Generator:
     def append(self, token_ids: Sequence[int]) -> None:
         self.call("append", (c_int32 * len(token_ids))(*token_ids), len(token_ids))
 
-    def next(self, params: SamplingParams = SamplingParams()) -> tuple[int, str | None]:
+    def next(self, params: SamplingParams = GREEDY) -> tuple[int, str | None]:
         token, finish = c_int32(), c_int32()
         self.call("next", byref(Sampling.of(params)), byref(token), byref(finish))
         return token.value, FINISH[finish.value]
 
-    def generate(self, count: int, params: SamplingParams = SamplingParams()) -> list[int]:
+    def generate(self, count: int, params: SamplingParams = GREEDY) -> list[int]:
         """Return at most so many new tokens, the one that ends a text included."""
         if params.seed is not None:
             self.call("seed", ctypes.c_uint64(params.seed))

@@ -60,7 +60,13 @@ def test_handles_that_are_null_destroyed_or_of_another_kind_are_refused(library,
     stale = c_void_p(generator.handle.value)
     generator.destroy()
     generator.destroy()  # twice is nothing
-    for handle in (None, stale, model.handle, c_void_p(12345), c_void_p(generator.handle.value + 1)):
+    for handle in (
+        None,
+        stale,
+        model.handle,
+        c_void_p(12345),
+        c_void_p(generator.handle.value + 1),
+    ):
         for name in calls:
             code, _ = code_of(library.call, f"generator_{name}", handle, *arguments[name])
             assert code == "INVALID_HANDLE"
