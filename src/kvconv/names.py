@@ -91,6 +91,7 @@ WEIGHTS_FILE = "model.onnx.data"
 LIBRARY_FILE = "libkvconv_ops.so"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+GENAI_CONFIG_FILE = "genai_config.json"
 
 
 CacheTensorName = Literal["key", "value", "key_scale", "value_scale"]
