@@ -77,12 +77,12 @@ lint: $(VENV)/.dev  ## format check, lint, types, import layers
 	$(BIN)/ruff check $(PYTHON_FOLDERS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h' '*.hpp' '*.c' '*.cpp')
 
 fix: $(VENV)/.dev  ## repair what ruff and clang-format can
 	$(BIN)/ruff check --fix $(PYTHON_FOLDERS)
 	$(BIN)/ruff format $(PYTHON_FOLDERS)
-	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h')
+	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.hpp' '*.c' '*.cpp')
 
 docs: $(VENV)/.dev  ## regenerate docs/cli.md from --help
 	$(BIN)/python recipes/docs/cli.py > docs/cli.md

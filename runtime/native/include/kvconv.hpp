@@ -1,4 +1,5 @@
-// kvconv for C++17: kvconv.h with owners, exceptions and iteration. Header only; link libkvconv_runtime.
+// kvconv for C++17: kvconv.h with owners, exceptions and iteration. Header only; link
+// libkvconv_runtime.
 //
 //   #include <kvconv.hpp>
 //   #include <iostream>
@@ -7,15 +8,16 @@
 //     const kvconv::Model model("smollm2");
 //     const kvconv::Tokenizer tokenizer("smollm2");
 //     kvconv::Generator generator(model, 512);
-//     generator.append(tokenizer.encode(tokenizer.render_chat({{"user", "What is the capital of France?"}}), false));
-//     for (const std::string& piece : kvconv::text(generator, tokenizer, 100)) std::cout << piece << std::flush;
+//     generator.append(tokenizer.encode(tokenizer.render_chat({{"user", "What is the capital of
+//     France?"}}), false)); for (const std::string& piece : kvconv::text(generator, tokenizer,
+//     100)) std::cout << piece << std::flush;
 //   } catch (const kvconv::Error& error) {
 //     std::cerr << error.what() << '\n';
 //     return 1;
 //   }
 //
-// kvconv.h says what every function does, which errors it has, and what threads may do. Objects move and are
-// not copied; they may be destroyed in any order.
+// kvconv.h says what every function does, which errors it has, and what threads may do. Objects
+// move and are not copied; they may be destroyed in any order.
 #pragma once
 
 #include <cstdint>
@@ -94,7 +96,8 @@ class Model {
     raw.threads = options.threads;
     raw.no_spin = options.spin ? 0 : 1;
     raw.use_bundle_library = options.use_bundle_library ? 1 : 0;
-    if (!options.onnxruntime_library.empty()) raw.onnxruntime_library = options.onnxruntime_library.c_str();
+    if (!options.onnxruntime_library.empty())
+      raw.onnxruntime_library = options.onnxruntime_library.c_str();
     if (!options.op_library.empty()) raw.op_library = options.op_library.c_str();
     kvconv_model* handle = nullptr;
     check(kvconv_model_open(bundle.c_str(), &raw, &handle));
@@ -147,14 +150,16 @@ struct Token {
 class Generator {
  public:
   // capacity, prefill_chunk: 0 for the default.
-  explicit Generator(const Model& model, std::int32_t capacity = 0, std::int32_t prefill_chunk = 0) {
+  explicit Generator(const Model& model, std::int32_t capacity = 0,
+                     std::int32_t prefill_chunk = 0) {
     kvconv_generator* handle = nullptr;
     check(kvconv_generator_create(model.get(), capacity, prefill_chunk, &handle));
     handle_.reset(handle);
   }
 
   void append(const std::vector<std::int32_t>& token_ids) {
-    check(kvconv_generator_append(get(), token_ids.data(), static_cast<std::int32_t>(token_ids.size())));
+    check(kvconv_generator_append(get(), token_ids.data(),
+                                  static_cast<std::int32_t>(token_ids.size())));
   }
 
   Token next(const Sampling& sampling = {}) {
@@ -211,20 +216,22 @@ class Tokenizer {
  public:
   explicit Tokenizer(const std::string& bundle, const std::string& library = {}) {
     kvconv_tokenizer* handle = nullptr;
-    check(kvconv_tokenizer_open(bundle.c_str(), library.empty() ? nullptr : library.c_str(), &handle));
+    check(kvconv_tokenizer_open(bundle.c_str(), library.empty() ? nullptr : library.c_str(),
+                                &handle));
     handle_.reset(handle);
   }
 
   std::vector<std::int32_t> encode(const std::string& text, bool add_special_tokens = true) const {
     return detail::filled_ids([&](std::int32_t* ids, std::int32_t capacity, std::int32_t* needed) {
-      return kvconv_tokenizer_encode(get(), text.c_str(), add_special_tokens ? 1 : 0, ids, capacity, needed);
+      return kvconv_tokenizer_encode(get(), text.c_str(), add_special_tokens ? 1 : 0, ids, capacity,
+                                     needed);
     });
   }
 
   std::string decode(const std::vector<std::int32_t>& ids) const {
     return detail::filled([&](char* text, std::size_t capacity, std::size_t* needed) {
-      return kvconv_tokenizer_decode(get(), ids.data(), static_cast<std::int32_t>(ids.size()), text, capacity,
-                                     needed);
+      return kvconv_tokenizer_decode(get(), ids.data(), static_cast<std::int32_t>(ids.size()), text,
+                                     capacity, needed);
     });
   }
 
@@ -236,7 +243,8 @@ class Tokenizer {
     }
     return detail::filled([&](char* text, std::size_t capacity, std::size_t* needed) {
       return kvconv_tokenizer_render_chat(get(), roles.data(), contents.data(),
-                                          static_cast<std::int32_t>(messages.size()), text, capacity, needed);
+                                          static_cast<std::int32_t>(messages.size()), text,
+                                          capacity, needed);
     });
   }
 
@@ -295,7 +303,9 @@ class Stream {
     }
     void operator++(int) { ++*this; }
     // Equal to the end once there is nothing more.
-    bool operator==(const Iterator& other) const { return value_.has_value() == other.value_.has_value(); }
+    bool operator==(const Iterator& other) const {
+      return value_.has_value() == other.value_.has_value();
+    }
     bool operator!=(const Iterator& other) const { return !(*this == other); }
 
    private:
@@ -317,9 +327,10 @@ class Stream {
 
 }  // namespace detail
 
-// The next tokens, at most `max_new_tokens`, up to one that ends the text or fills the cache. Runs as it is
-// iterated; the generator must live as long.
-inline auto tokens(Generator& generator, std::int32_t max_new_tokens, const Sampling& sampling = {}) {
+// The next tokens, at most `max_new_tokens`, up to one that ends the text or fills the cache. Runs
+// as it is iterated; the generator must live as long.
+inline auto tokens(Generator& generator, std::int32_t max_new_tokens,
+                   const Sampling& sampling = {}) {
   auto next = [&generator, left = max_new_tokens, sampling]() mutable -> std::optional<Token> {
     if (left-- <= 0) return std::nullopt;
     const Token token = generator.next(sampling);
@@ -333,7 +344,8 @@ inline auto tokens(Generator& generator, std::int32_t max_new_tokens, const Samp
 inline auto text(Generator& generator, const Tokenizer& tokenizer, std::int32_t max_new_tokens,
                  const Sampling& sampling = {}) {
   auto stream = std::make_shared<TextStream>(tokenizer);
-  auto next = [&generator, stream, left = max_new_tokens, sampling]() mutable -> std::optional<std::string> {
+  auto next = [&generator, stream, left = max_new_tokens,
+               sampling]() mutable -> std::optional<std::string> {
     while (left > 0) {
       const Token token = generator.next(sampling);
       left = token.finish == KVCONV_FINISH_NONE ? left - 1 : 0;

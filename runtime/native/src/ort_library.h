@@ -41,7 +41,8 @@ class DynamicLibrary {
   std::filesystem::path path_;
 };
 
-// Keeps a library in memory for the life of the process, whoever else closes it; nothing where it does not load.
+// Keeps a library in memory for the life of the process, whoever else closes it; nothing where it
+// does not load.
 void keep_loaded(const std::filesystem::path& path);
 
 // The suffix of shared libraries here, with its dot.

@@ -150,14 +150,16 @@ Tokenizer::Tokenizer(const std::filesystem::path& bundle, const char* library) :
     if (name.empty() || name == quote_json(kNoClass)) {
       const std::string_view known = class_of(tokenizer);
       if (known.empty()) {
-        fail(KVCONV_LIBRARY_ERROR, "The tokenizer of ", shown(bundle), " is of a kind that onnxruntime-extensions ",
-             "does not know (its class is ", name.empty() ? "not said" : kNoClass,
-             "). Tokenize elsewhere and give token ids.");
+        fail(KVCONV_LIBRARY_ERROR, "The tokenizer of ", shown(bundle),
+             " is of a kind that onnxruntime-extensions ", "does not know (its class is ",
+             name.empty() ? "not said" : kNoClass, "). Tokenize elsewhere and give token ids.");
       }
       const bool is_absent = name.empty();
-      const std::size_t at = is_absent ? config.find('{') + 1 : static_cast<std::size_t>(name.data() - config.data());
-      config.replace(at, name.size(),
-                     is_absent ? text("\"tokenizer_class\":", quote_json(known), ",") : quote_json(known));
+      const std::size_t at =
+          is_absent ? config.find('{') + 1 : static_cast<std::size_t>(name.data() - config.data());
+      config.replace(
+          at, name.size(),
+          is_absent ? text("\"tokenizer_class\":", quote_json(known), ",") : quote_json(known));
     }
   } catch (const Error&) {
     throw;

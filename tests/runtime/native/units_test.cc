@@ -1,4 +1,5 @@
-// The reader of JSON under damage, SHA-256 and random numbers against published values, sampling on hard logits.
+// The reader of JSON under damage, SHA-256 and random numbers against published values, sampling on
+// hard logits.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -41,14 +42,35 @@ void json_is_read_and_refused() {
   expect(*array[4].get<std::string>() == "x\"\\\n\xC3\xA9\xF0\x9F\x98\x80", "escapes");
   expect(*object.at("e").get<double>() == 12345678901234567890.0, "a number beyond int64");
   expect(std::isnan(*parse_json("NaN").get<double>()), "NaN, as Python writes it");
-  for (const char* document :
-       {"", "{", "[1,]", "{\"a\":1,}", "{\"a\" 1}", "{\"a\":1,\"a\":2}", "01", "-", "1.", "1e", "tru", "\"",
-        "\"\\x\"", "\"\\u12\"", "\"\\ud800\"", "\"\\udc00\"", "\"\n\"", "1 2", "\"\xC0\x80\"", "\"\xED\xA0\x80\"",
-        "\xFF", "'a'", "{a:1}"}) {
+  for (const char* document : {"",
+                               "{",
+                               "[1,]",
+                               "{\"a\":1,}",
+                               "{\"a\" 1}",
+                               "{\"a\":1,\"a\":2}",
+                               "01",
+                               "-",
+                               "1.",
+                               "1e",
+                               "tru",
+                               "\"",
+                               "\"\\x\"",
+                               "\"\\u12\"",
+                               "\"\\ud800\"",
+                               "\"\\udc00\"",
+                               "\"\n\"",
+                               "1 2",
+                               "\"\xC0\x80\"",
+                               "\"\xED\xA0\x80\"",
+                               "\xFF",
+                               "'a'",
+                               "{a:1}"}) {
     expect(is_refused(document), document);
   }
   expect(is_refused(std::string(100000, '[')), "endless nesting");
-  expect(find_member(kDocument, "b") == "{\"c\": {}, \"d\": []}" && find_member(kDocument, "c").empty(), "a member");
+  expect(find_member(kDocument, "b") == "{\"c\": {}, \"d\": []}" &&
+             find_member(kDocument, "c").empty(),
+         "a member");
   expect(find_member(kDocument, "e") == "12345678901234567890", "the last member");
 }
 
@@ -88,14 +110,19 @@ void json_survives_damage() {
 
 std::string sha256(const std::string& bytes, std::size_t piece) {
   Sha256 hash;
-  for (std::size_t i = 0; i < bytes.size(); i += piece) hash.update(std::string_view(bytes).substr(i, piece));
+  for (std::size_t i = 0; i < bytes.size(); i += piece)
+    hash.update(std::string_view(bytes).substr(i, piece));
   return hash.digest();
 }
 
 void sha256_has_published_values() {  // FIPS 180-4's examples
-  for (const std::size_t piece : {std::size_t{1}, std::size_t{63}, std::size_t{64}, std::size_t{1000}}) {
-    expect(sha256("", piece) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", "sha256 of none");
-    expect(sha256("abc", piece) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", "sha256 abc");
+  for (const std::size_t piece :
+       {std::size_t{1}, std::size_t{63}, std::size_t{64}, std::size_t{1000}}) {
+    expect(sha256("", piece) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+           "sha256 of none");
+    expect(
+        sha256("abc", piece) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+        "sha256 abc");
     expect(sha256("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", piece) ==
                "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1",
            "sha256 of two blocks");
@@ -108,8 +135,10 @@ void sha256_has_published_values() {  // FIPS 180-4's examples
 void random_numbers_are_split_mix_64() {
   Random zero(0), other(1234567);
   expect(zero.next() == static_cast<double>(0xE220A8397B1DCDAF >> 11) * 0x1p-53, "seed 0");
-  expect(other.next() == static_cast<double>(6457827717110365317ull >> 11) * 0x1p-53, "seed 1234567, first");
-  expect(other.next() == static_cast<double>(3203168211198807973ull >> 11) * 0x1p-53, "seed 1234567, second");
+  expect(other.next() == static_cast<double>(6457827717110365317ull >> 11) * 0x1p-53,
+         "seed 1234567, first");
+  expect(other.next() == static_cast<double>(3203168211198807973ull >> 11) * 0x1p-53,
+         "seed 1234567, second");
 }
 
 void sampling_takes_hard_logits() {
