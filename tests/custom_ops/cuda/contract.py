@@ -26,6 +26,7 @@ class Variant:
     group: int
     rotary_dim: int
     features: frozenset[str]
+    cache_bits: int = 0  # 8 and 4 where the cache is quantised
 
 
 def tokens(pointer: npt.NDArray, stride: int, shape: tuple[int, ...]) -> npt.NDArray:

@@ -1,6 +1,8 @@
 """Runs the CUDA op over the shim of the driver, kernels done in numpy, and compares its results.
 
-    run_cases.py PATH_OF_THE_SHIM
+    run_cases.py PATH_OF_THE_SHIM [triton]
+
+With `triton` the kernels are Triton's, in its interpreter (TRITON_INTERPRET=1), else numpy's.
 
 A program of its own, because the shim makes the whole process believe that there is a driver.
 """
@@ -8,9 +10,10 @@ A program of its own, because the shim makes the whole process believe that ther
 import ctypes
 import dataclasses
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import contract
 import numpy as np
@@ -53,6 +56,9 @@ CASES = {
     "float16": dataclasses.replace(BASE, activation="float16", cache="float16", new=1),
     "float32 over float16": dataclasses.replace(BASE, cache="float16"),
 }
+
+
+Kernels = Mapping[str, Callable[[tuple[int, int, int], dict[str, object], contract.Variant], None]]
 
 
 class Memory:
@@ -137,7 +143,7 @@ def features_of(case: Case) -> frozenset[str]:
     return frozenset(name for name, is_there in wanted.items() if is_there)
 
 
-def run(case: Case, shim: ctypes.CDLL) -> list[str]:
+def run(case: Case, shim: ctypes.CDLL, kernels: Kernels) -> list[str]:
     """Compare a case with the oracle; returns the kernels launched."""
     value_width = case.value_width or case.width
     rotary_dim = (case.rotary_dim or case.width) if case.rotary else 0
@@ -155,9 +161,7 @@ def run(case: Case, shim: ctypes.CDLL) -> list[str]:
         name = launch.function.decode()
         launched.append(name)
         try:
-            contract.KERNELS[name](
-                tuple(launch.grid), read_arguments(launch, case, memory), variant
-            )
+            kernels[name](tuple(launch.grid), read_arguments(launch, case, memory), variant)
         except Exception as error:  # ctypes would only print it
             failures.append(error)
 
@@ -213,8 +217,13 @@ def run(case: Case, shim: ctypes.CDLL) -> list[str]:
 def main() -> None:
     shim = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
     shim.kvconv_shim_complaints.restype = ctypes.c_char_p
+    kernels: Kernels = contract.KERNELS
+    if sys.argv[2:] == ["triton"]:
+        import triton_interpreter
+
+        kernels = triton_interpreter.KERNELS
     for name, case in CASES.items():
-        launched = run(case, shim)
+        launched = run(case, shim, kernels)
         wanted = ["append", "decode", "combine"] if case.new == 1 else ["append", "prefill"]
         assert launched == wanted, f"{name}: {launched}"
         complaints = shim.kvconv_shim_complaints().decode()

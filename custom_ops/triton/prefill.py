@@ -1,0 +1,142 @@
+"""Attention of several new tokens over the cache: grid (ceil(S / TILE_M), N, B).
+
+Flash Attention forward: a program holds TILE_M queries of one head and walks over the slots that
+they see in tiles of TILE_N. Tiles that all queries see whole are apart from those at the edges.
+"""
+
+import triton
+import triton.language as tl
+
+from kvconv.custom_ops.triton.rows import (
+    hadamard,
+    has,
+    load_rotated,
+    num_groups,
+    padded,
+    row_bytes,
+)
+from kvconv.custom_ops.triton.scores import attend_tile, with_sink
+
+
+@triton.jit
+def attend_slots(
+    first, last, end, queries, own, heads, bias_rows, is_query,
+    present_key, present_value, present_key_scale, present_value_scale, mask, attention_bias,
+    alibi_slopes, bias_stride_slot, mask_width, window_size, capacity, scale, softcap,
+    maximum, total, accumulator,
+    HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, FEATURES: tl.constexpr,
+    CACHE_BITS: tl.constexpr, TILE_N: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Take the slots [first, last), of those before `end`, into the softmax."""
+    for start in range(first, last, TILE_N):
+        slots = start + tl.arange(0, TILE_N)
+        rows = slots % capacity if has(FEATURES, "ring") else slots
+        maximum, total, accumulator = attend_tile(
+            queries, slots, rows, slots < end, own, heads, bias_rows, is_query,
+            present_key, present_value, present_key_scale, present_value_scale, mask,
+            attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, scale, softcap,
+            maximum, total, accumulator,
+            HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, IS_EDGE,
+        )  # fmt: skip
+    return maximum, total, accumulator
+
+
+@triton.jit
+def prefill_kernel(
+    query, present_key, present_value, present_key_scale, present_value_scale, attention_mask, cos,
+    sin, attention_bias, alibi_slopes, head_sink, past_sequence_length, output,
+    query_token_stride, sequence_length, capacity, mask_width, num_heads, kv_num_heads,
+    rotary_batch_stride, bias_stride_batch, bias_stride_head, bias_stride_query, bias_stride_slot,
+    window_size, scale, softcap,
+    HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, FEATURES: tl.constexpr, CACHE_BITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Attend from TILE_M tokens of one query head of one batch row."""
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    # The last tokens see most: they begin first.
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
+    i = first_token + tl.arange(0, TILE_M)
+    is_query = i < sequence_length
+    past = tl.load(past_sequence_length)
+    end = past + sequence_length
+    own = past + i
+    heads = tl.full((TILE_M,), 0, tl.int32) + head
+
+    angles = i * (ROTARY_DIM // 2)
+    if ROTARY_DIM > 0:
+        angles = batch * rotary_batch_stride + angles
+    tokens = query + (batch * sequence_length + i) * query_token_stride + head * HEAD_DIM
+    x = load_rotated(tokens, is_query, cos, sin, angles, HEAD_DIM, ROTARY_DIM, FEATURES)
+    if CACHE_BITS != 0:
+        x = hadamard(x, TILE_M, HEAD_DIM)
+    queries = x.to(query.dtype.element_ty)
+
+    cache = (batch * kv_num_heads + head // GROUP) * capacity
+    present_key += cache * row_bytes(HEAD_DIM, CACHE_BITS, True)
+    present_value += cache * row_bytes(VALUE_HEAD_DIM, CACHE_BITS, False)
+    if CACHE_BITS != 0:
+        present_key_scale += cache * num_groups(HEAD_DIM)
+        present_value_scale += cache * num_groups(VALUE_HEAD_DIM)
+    mask = attention_mask
+    if attention_mask is not None:
+        mask += batch * mask_width
+    bias_rows = i.to(tl.int64)
+    if has(FEATURES, "bias"):
+        bias_rows = batch * bias_stride_batch + head.to(tl.int64) * bias_stride_head
+        bias_rows += i.to(tl.int64) * bias_stride_query
+
+    # Slots [first, last) are seen by a query, [whole, whole_end) by all.
+    first = 0
+    whole = 0
+    last = end
+    whole_end = end
+    if has(FEATURES, "causal"):
+        last = tl.minimum(end, past + first_token + TILE_M)
+        whole_end = tl.minimum(end, past + first_token + 1)
+    if has(FEATURES, "window"):
+        first = tl.maximum(past + first_token - window_size + 1, 0) // TILE_N * TILE_N
+        whole = tl.maximum(past + first_token + TILE_M - window_size, 0)
+        whole = (whole + TILE_N - 1) // TILE_N * TILE_N
+    whole_end = tl.maximum(whole_end // TILE_N * TILE_N, first)
+    whole = tl.minimum(tl.maximum(whole, first), whole_end)
+
+    maximum = tl.full((TILE_M,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    accumulator = tl.zeros((TILE_M, padded(VALUE_HEAD_DIM)), tl.float32)
+    if has(FEATURES, "window"):
+        maximum, total, accumulator = attend_slots(
+            first, whole, end, queries, own, heads, bias_rows, is_query,
+            present_key, present_value, present_key_scale, present_value_scale, mask,
+            attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
+            scale, softcap, maximum, total, accumulator,
+            HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
+        )  # fmt: skip
+    maximum, total, accumulator = attend_slots(
+        whole, whole_end, end, queries, own, heads, bias_rows, is_query,
+        present_key, present_value, present_key_scale, present_value_scale, mask,
+        attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
+        scale, softcap, maximum, total, accumulator,
+        HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, False,
+    )  # fmt: skip
+    maximum, total, accumulator = attend_slots(
+        whole_end, last, end, queries, own, heads, bias_rows, is_query,
+        present_key, present_value, present_key_scale, present_value_scale, mask,
+        attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
+        scale, softcap, maximum, total, accumulator,
+        HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
+    )  # fmt: skip
+
+    if has(FEATURES, "sink"):
+        sinks = tl.load(head_sink + heads)
+        total, accumulator = with_sink(sinks, maximum, total, accumulator)
+    # A row that saw nothing is 0.
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    if CACHE_BITS != 0:
+        result = hadamard(result, TILE_M, VALUE_HEAD_DIM)
+    h = tl.arange(0, padded(VALUE_HEAD_DIM))
+    written = is_query[:, None] & (h < VALUE_HEAD_DIM)[None, :]
+    outputs = ((batch * sequence_length + i) * num_heads + head) * VALUE_HEAD_DIM
+    pointers = output + outputs[:, None] + h[None, :]
+    tl.store(pointers, result.to(output.dtype.element_ty), mask=written)
