@@ -122,6 +122,15 @@ def load_rotated(
 
 
 @triton.jit
+def rounded_to_bfloat16(x):
+    """Round finite float32 numbers to the nearest bfloat16, ties to even; as float32."""
+    # Triton's interpreter casts by cutting off; of what is rounded already there is nothing to cut.
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_row(
     x, present, scales, rows, is_row,
     TILE: tl.constexpr, WIDTH: tl.constexpr, CACHE_BITS: tl.constexpr, IS_KEY: tl.constexpr,
@@ -157,8 +166,7 @@ def store_row(
             scale = tl.abs(largest) / 127.0
         else:
             scale = largest / -ZERO
-        rounded = scale.to(tl.bfloat16)
-        scale = rounded.to(tl.float32)
+        scale = rounded_to_bfloat16(scale)
         is_zero = tl.abs(scale) < 1.1754943508222875e-38
         inverse = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, scale))
         g = tl.arange(0, PADDED_GROUPS)
@@ -224,7 +232,9 @@ def load_rows(
         if IS_EDGE:
             x = tl.load(pointers, mask=is_row[:, None] & (h < WIDTH)[None, :], other=0)
         elif PADDED != WIDTH:
-            x = tl.load(pointers, mask=tl.broadcast_to((h < WIDTH)[None, :], (TILE, PADDED)), other=0)
+            x = tl.load(
+                pointers, mask=tl.broadcast_to((h < WIDTH)[None, :], (TILE, PADDED)), other=0
+            )
         else:
             x = tl.load(pointers)
         if CACHE_BITS == 0:

@@ -67,18 +67,22 @@ Pointers are flat arrays, 0 where absent, which the kernel writes to.
 _SPLIT_SLOTS = 2 * TILE
 
 
-def run(case: Case, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+def run(
+    case: Case, inputs: Mapping[str, npt.NDArray[Any]], *, is_ring: bool = False
+) -> dict[str, npt.NDArray[Any]]:
     """Run a node's kernels over a shared buffer; returns the op's outputs.
 
     Args:
         case: In mode `past_sequence_length`; its cache is the type of `inputs["past_key"]`.
         inputs: Of the node. The caches are not written to.
+        is_ring: Whether the caches may have fewer rows than there are tokens.
     """
     value_width = case.value_width or case.width
     cache = inputs["past_key"].dtype
     variant = contract.Variant(
         case.width, value_width, case.heads // case.kv_heads,
-        (case.rotary_dim or case.width) if case.rotary else 0, features_of(case),
+        (case.rotary_dim or case.width) if case.rotary else 0,
+        features_of(case) | ({"ring"} if is_ring else set()),
         {"int8": 8, "uint8": 4}.get(cache.name, 0),
     )  # fmt: skip
     outputs = {
@@ -99,7 +103,8 @@ def run(case: Case, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDA
     partial = (splits, case.batch, case.heads)
     mask, cos = inputs.get("attention_mask"), inputs.get("cos")
     arguments: dict[str, Any] = {name: 0 for name in kernel_packs.ARGUMENTS}
-    arguments |= {name: array.reshape(-1) for name, array in {**inputs, **outputs}.items()}
+    given = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+    arguments |= {name: array.reshape(-1) for name, array in {**given, **outputs}.items()}
     arguments |= {
         "partial_output": np.full((*partial, value_width), np.nan, np.float32).reshape(-1),
         "partial_maximum": np.full(partial, np.nan, np.float32).reshape(-1),
