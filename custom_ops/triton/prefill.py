@@ -61,6 +61,8 @@ def prefill_kernel(
     is_query = i < sequence_length
     past = tl.load(past_sequence_length)
     end = past + sequence_length
+    if not has(FEATURES, "ring"):
+        end = tl.minimum(end, capacity)  # nobody on the host knows the length
     own = past + i
     heads = tl.full((TILE_M,), 0, tl.int32) + head
 

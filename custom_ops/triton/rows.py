@@ -163,12 +163,12 @@ def store_row(
         least = tl.min(groups, axis=2)
         largest = tl.where(most > -least, most, least)
         if CACHE_BITS == 8:
-            scale = tl.abs(largest) / 127.0
+            scale = tl.div_rn(tl.abs(largest), 127.0)
         else:
             scale = largest / -ZERO
         scale = rounded_to_bfloat16(scale)
         is_zero = tl.abs(scale) < 1.1754943508222875e-38
-        inverse = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, scale))
+        inverse = tl.where(is_zero, 0.0, tl.div_rn(1.0, tl.where(is_zero, 1.0, scale)))
         g = tl.arange(0, PADDED_GROUPS)
         is_group = is_row[:, None] & (g < GROUPS)[None, :]
         written = tl.where(is_zero, 0.0, scale)
@@ -211,15 +211,16 @@ def int8_to_float16(codes):
 
 @triton.jit
 def load_rows(
-    present, scales, rows, is_row, DTYPE: tl.constexpr,
+    present, rows, is_row,
     TILE: tl.constexpr, WIDTH: tl.constexpr, CACHE_BITS: tl.constexpr, IS_KEY: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of a cache as DTYPE [TILE, padded(WIDTH)], zeros behind WIDTH.
+    """Load rows of a cache, floats as they are and codes as float16: [TILE, padded(WIDTH)].
+
+    What is behind WIDTH is 0, but for codes of 4 bits: their scales are.
 
     Args:
         present: Pointer to the cache's rows of this batch row and head.
-        scales: Pointer to their bfloat16 scales; unused where CACHE_BITS is 0.
         rows: int32 [TILE] indices of rows.
         is_row: [TILE], which of them are read where IS_EDGE; the others are 0.
     """
@@ -238,8 +239,8 @@ def load_rows(
         else:
             x = tl.load(pointers)
         if CACHE_BITS == 0:
-            return x.to(DTYPE)
-        numbers = int8_to_float16(x).to(DTYPE)
+            return x
+        numbers = int8_to_float16(x)
     else:
         GROUPS: tl.constexpr = num_groups(WIDTH)
         PADDED_GROUPS: tl.constexpr = padded_groups(WIDTH)
@@ -265,16 +266,15 @@ def load_rows(
             codes -= 16
         else:
             codes -= 8
-        numbers = tl.reshape(codes, (TILE, PADDED)).to(tl.float16).to(DTYPE)
+        numbers = tl.reshape(codes, (TILE, PADDED)).to(tl.float16)
     return numbers
 
 
 @triton.jit
 def load_scales(
-    scales, rows, is_row, DTYPE: tl.constexpr,
-    TILE: tl.constexpr, WIDTH: tl.constexpr, IS_EDGE: tl.constexpr,
+    scales, rows, is_row, TILE: tl.constexpr, WIDTH: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of rows, each for its group's numbers: DTYPE [TILE, padded(WIDTH)]."""
+    """Load the scales of rows, each for its group's numbers: float32 [TILE, padded(WIDTH)]."""
     PADDED: tl.constexpr = padded(WIDTH)
     GROUPS: tl.constexpr = num_groups(WIDTH)
     PADDED_GROUPS: tl.constexpr = padded_groups(WIDTH)
@@ -283,7 +283,7 @@ def load_scales(
     if IS_EDGE:
         mask = mask & is_row[:, None]
     pointers = scales + rows.to(tl.int64)[:, None] * GROUPS + g[None, :]
-    found = tl.load(pointers, mask=mask, other=0.0).to(DTYPE)
+    found = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     wide = tl.broadcast_to(found[:, :, None], (TILE, PADDED_GROUPS, 32))
     return tl.reshape(wide, (TILE, PADDED))
 
@@ -294,11 +294,12 @@ def load_cache(
     TILE: tl.constexpr, WIDTH: tl.constexpr, CACHE_BITS: tl.constexpr, IS_KEY: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of a cache and apply their scales; as `load_rows`."""
-    x = load_rows(present, scales, rows, is_row, DTYPE, TILE, WIDTH, CACHE_BITS, IS_KEY, IS_EDGE)
+    """Load rows of a cache as DTYPE [TILE, padded(WIDTH)], their scales applied; see `load_rows`."""
+    x = load_rows(present, rows, is_row, TILE, WIDTH, CACHE_BITS, IS_KEY, IS_EDGE)
     if CACHE_BITS != 0:
-        x = x * load_scales(scales, rows, is_row, DTYPE, TILE, WIDTH, IS_EDGE)
-    return x
+        # In float32: a small scale has few bits left in float16.
+        x = x.to(tl.float32) * load_scales(scales, rows, is_row, TILE, WIDTH, IS_EDGE)
+    return x.to(DTYPE)
 
 
 @triton.jit

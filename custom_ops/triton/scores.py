@@ -82,5 +82,6 @@ def with_sink(sinks, maximum, total, accumulator):
     """Add one more logit to the softmax of each row; sinks [rows] in natural units."""
     sinks = sinks * LOG2_E
     larger = tl.maximum(maximum, sinks)
-    alpha = tl.exp2(maximum - larger)
-    return total * alpha + tl.exp2(sinks - larger), accumulator * alpha[:, None]
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    alpha = tl.exp2(maximum - shift)
+    return total * alpha + tl.exp2(sinks - shift), accumulator * alpha[:, None]
