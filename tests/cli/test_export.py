@@ -155,7 +155,9 @@ def test_debug_shows_where_an_error_came_from(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--opset", "17"], ["--dtype", "bfloat16"], ["--attention", "x"]], ids=str
+    "arguments",
+    [["--opset", "17"], ["--dtype", "bfloat16"], ["--attention", "x"], ["--gpu", "sm_90"]],
+    ids=str,
 )
 def test_wrong_usage_exits_with_2(tmp_path, arguments):
     assert run("model", "-o", tmp_path / "b", *arguments).exit_code == 2

@@ -1,6 +1,7 @@
-"""The CUDA op end to end without a GPU: the installed library, a shim of the driver, numpy kernels.
+"""The CUDA op end to end without a GPU: the installed library over a shim of the driver.
 
-The shim compares each launch with what the image says of its kernel's parameters.
+The shim compares each launch with what the image says of its kernel's parameters, and the kernels
+are done in numpy (`cuda/contract.py`) or by Triton's interpreter.
 """
 
 import os
@@ -29,14 +30,38 @@ def shim(tmp_path_factory):
     return library
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the shim is Linux's libcuda.so.1")
-def test_every_case_gives_what_the_oracle_says(shim):
-    script = FOLDER / "cuda/run_cases.py"
+def run_cases(shim, mode, count, **variables):
     result = subprocess.run(
-        [sys.executable, str(script), str(shim)], capture_output=True, text=True, check=False
+        [sys.executable, str(FOLDER / "cuda/run_cases.py"), str(shim), mode],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 26, result.stdout
+    assert len(result.stdout.splitlines()) == count, result.stdout
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the shim is Linux's libcuda.so.1")
+
+
+@on_linux
+def test_every_case_gives_what_the_oracle_says(shim):
+    run_cases(shim, "numpy", 26)
+
+
+@on_linux
+@pytest.mark.kernels
+def test_triton_kernels_give_what_the_oracle_says(shim):
+    pytest.importorskip("triton", reason="pip install 'kvconv[build]'")
+    run_cases(shim, "interpreter", 6, TRITON_INTERPRET="1")
+
+
+@on_linux
+@pytest.mark.kernels
+def test_compiled_kernels_are_launched_as_their_images_say(shim):
+    pytest.importorskip("triton", reason="pip install 'kvconv[build]'")
+    run_cases(shim, "compiled", 6)
 
 
 def bare_op(kernels):

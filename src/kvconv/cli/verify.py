@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,6 +12,7 @@ from kvconv.cli.common import (
     needs_extra,
     print_json,
     print_status,
+    provider_option,
     trust_remote_code_option,
 )
 from kvconv.manifest import (
@@ -31,6 +33,7 @@ from kvconv.manifest import (
 )  # fmt: skip
 @click.option("--prompt-tokens", type=click.IntRange(min=4), help="Length of the test prompt.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for ONNX Runtime.")
+@provider_option
 @cache_dir_option
 @trust_remote_code_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
@@ -39,6 +42,7 @@ def command(
     model: str | None,
     prompt_tokens: int | None,
     threads: int | None,
+    provider: Any,
     cache_dir: Path | None,
     trust_remote_code: bool,
     as_json: bool,
@@ -62,7 +66,7 @@ def command(
         from kvconv.converter.load import load_model
         from kvconv.verify import Verifier, record, require_same_model
 
-        verifier = Verifier(prompt_tokens=prompt_tokens, threads=threads)
+        verifier = Verifier(prompt_tokens=prompt_tokens, threads=threads, provider=provider)
         print_status(f"loading {model or source.model}")
         loaded = load_model(
             model or source.model,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconv.errors import KvconvError
-from kvconv.manifest import Manifest, Verification, from_json
+from kvconv.manifest import Manifest, Provider, Verification, from_json
 from kvconv.verify.reference import Reference, StoredReference
 
 if TYPE_CHECKING:
@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 class Verifier:
     """Runs the checks; the converter calls it between tracing and the final rename."""
 
-    def __init__(self, *, prompt_tokens: int | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        threads: int | None = None,
+        provider: Provider = "cpu",
+    ) -> None:
         """Set the checks up.
 
         Args:
             prompt_tokens: Length of the prompt; None for 128, or past two sliding windows.
             threads: Threads for ONNX Runtime; None for its default.
+            provider: Where the bundle runs; PyTorch's model runs on the CPU.
         """
+        self._provider = provider
         self._prompt_tokens = prompt_tokens
         self._threads = threads
 
@@ -72,7 +80,7 @@ class Verifier:
             The result, `passed` or `failed`; see `Verification.require_passed`.
         """
         # -P: without it, -m imports from the current folder first, whatever lies there.
-        command = [sys.executable, "-P", "-m", "kvconv.verify", str(folder)]
+        command = [sys.executable, "-P", "-m", "kvconv.verify", str(folder), self._provider]
         command += [] if self._threads is None else [str(self._threads)]
         child = subprocess.run(
             command, stdin=reference.rewound(), capture_output=True, text=True, check=False

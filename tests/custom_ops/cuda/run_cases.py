@@ -1,6 +1,8 @@
-"""Runs the CUDA op over the shim of the driver, kernels done in numpy, and compares its results.
+"""Runs the CUDA op over the shim of the driver and compares its results with the oracle's.
 
-    run_cases.py PATH_OF_THE_SHIM
+    run_cases.py PATH_OF_THE_SHIM numpy        kernels of contract.py, images that do nothing
+    run_cases.py PATH_OF_THE_SHIM interpreter  the Triton kernels; wants TRITON_INTERPRET=1
+    run_cases.py PATH_OF_THE_SHIM compiled     kernels of contract.py, images compiled for sm_80
 
 A program of its own, because the shim makes the whole process believe that there is a driver.
 """
@@ -53,6 +55,10 @@ CASES = {
     "float16": dataclasses.replace(BASE, activation="float16", cache="float16", new=1),
     "float32 over float16": dataclasses.replace(BASE, cache="float16"),
 }
+
+
+FEW = ("decode", "no past", "packed", "sinks decode", "window", "float16")
+"""Cases of the kernels that take long."""
 
 
 class Memory:
@@ -113,10 +119,13 @@ def pointer_dtype(name: str, case: Case) -> str:
     return {"attention_mask": "int64", "past_sequence_length": "int32"}.get(name, "float32")
 
 
-def read_arguments(launch: Launch, case: Case, memory: Memory) -> dict[str, object]:
+def read_arguments(
+    launch: Launch, taken: tuple[str, ...], case: Case, memory: Memory
+) -> dict[str, object]:
     values: dict[str, object] = {}
     raw = bytes(launch.arguments[: launch.argument_bytes])
-    for i, name in enumerate(kernel_packs.ARGUMENTS):
+    assert launch.num_arguments == len(taken) + 2  # Triton's own
+    for i, name in enumerate(taken):
         number = kernel_packs.ARGUMENTS[name]
         part = raw[launch.offsets[i] : launch.offsets[i] + launch.sizes[i]]
         if number >= 64:
@@ -137,14 +146,64 @@ def features_of(case: Case) -> frozenset[str]:
     return frozenset(name for name, is_there in wanted.items() if is_there)
 
 
-def run(case: Case, shim: ctypes.CDLL) -> list[str]:
+def interpret(
+    kind: str, grid: tuple[int, int, int], arguments: contract.Arguments, v: contract.Variant
+) -> None:
+    """Run a Triton kernel on the arguments of a launch; pointers are torch tensors."""
+    import torch
+
+    from kvconv.custom_ops.triton import append, combine, decode, prefill
+
+    module = {"append": append, "prefill": prefill, "decode": decode, "combine": combine}[kind]
+    kernel = getattr(module, f"{kind}_kernel")
+    values = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value or None
+        for name, value in arguments.items()
+    }
+    values |= {name: arguments[name] for name in arguments if name.endswith("stride")}
+    values |= {name: arguments[name] for name in arguments if name.startswith("bias_stride")}
+    values |= {
+        "HEAD_DIM": v.head_dim,
+        "VALUE_HEAD_DIM": v.value_head_dim,
+        "GROUP": v.group,
+        "ROTARY_DIM": v.rotary_dim,
+        "FEATURES": sum(kernel_packs.FEATURES[feature] for feature in v.features),
+        "CACHE_BITS": 0,
+        "TILE_M": TestKernel.tile_m,
+        "TILE_N": TestKernel.tile_n,
+    }
+    kernel[grid](**{name: values.get(name) for name in kernel.arg_names})
+
+
+def compiled_pack(
+    types: tuple[int, int], widths: tuple[int, int, int, int], features: frozenset[str]
+) -> tuple[bytes, dict[str, tuple[str, tuple[str, ...]]]]:
+    """Compile a node's kernels; returns the pack, and kind and arguments by function."""
+    from kvconv.custom_ops.triton.pack import read_pack, write_pack
+    from kvconv.custom_ops.triton.variants import Attention, Feature, list_variants
+    from kvconv.custom_ops.triton.worker import compile_variants
+
+    bits = Feature(sum(kernel_packs.FEATURES[feature] for feature in features))
+    variants = list_variants([Attention(*types, *widths, bits)], ["sm_80"])
+    pack = write_pack(compile_variants(variants, processes=1))
+    facts = {
+        entry.function: (entry.kind.name.lower(), entry.arguments) for entry in read_pack(pack)
+    }
+    return pack, facts
+
+
+def run(case: Case, shim: ctypes.CDLL, mode: str) -> list[str]:
     """Compare a case with the oracle; returns the kernels launched."""
     value_width = case.value_width or case.width
     rotary_dim = (case.rotary_dim or case.width) if case.rotary else 0
     widths = (case.width, value_width, case.heads // case.kv_heads, rotary_dim)
     types = (single_node.ONNX_TYPES[case.activation], single_node.ONNX_TYPES[case.cache])
     features = features_of(case)
-    pack = write_pack([TestKernel(kind, *types, *widths, features) for kind in contract.KERNELS])
+    if mode == "compiled":
+        pack, facts = compiled_pack(types, widths, features)
+    else:
+        kernels = [TestKernel(kind, *types, *widths, features) for kind in contract.KERNELS]
+        pack, facts = write_pack(kernels), {k.kind: (k.kind, k.arguments) for k in kernels}
     variant = contract.Variant(*widths, features)
     memory = Memory()
     launched: list[str] = []
@@ -152,12 +211,15 @@ def run(case: Case, shim: ctypes.CDLL) -> list[str]:
 
     def on_launch(pointer: object, _: object) -> None:
         launch = pointer.contents  # type: ignore[attr-defined]
-        name = launch.function.decode()
-        launched.append(name)
+        kind, taken = facts[launch.function.decode()]
+        launched.append(kind)
         try:
-            contract.KERNELS[name](
-                tuple(launch.grid), read_arguments(launch, case, memory), variant
-            )
+            grid = tuple(launch.grid)
+            arguments = read_arguments(launch, taken, case, memory)
+            if mode == "interpreter":
+                interpret(kind, grid, arguments, variant)
+            else:
+                contract.KERNELS[kind](grid, arguments, variant)
         except Exception as error:  # ctypes would only print it
             failures.append(error)
 
@@ -213,8 +275,10 @@ def run(case: Case, shim: ctypes.CDLL) -> list[str]:
 def main() -> None:
     shim = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
     shim.kvconv_shim_complaints.restype = ctypes.c_char_p
-    for name, case in CASES.items():
-        launched = run(case, shim)
+    mode = sys.argv[2]
+    for name in CASES if mode == "numpy" else FEW:
+        case = CASES[name]
+        launched = run(case, shim, mode)
         wanted = ["append", "decode", "combine"] if case.new == 1 else ["append", "prefill"]
         assert launched == wanted, f"{name}: {launched}"
         complaints = shim.kvconv_shim_complaints().decode()

@@ -202,7 +202,7 @@ std::vector<std::unique_ptr<FakeTensor>> reference_outputs(const Run& run,
   }
   const auto attributes =
       read_attributes(fake_api(), reinterpret_cast<const ort::KernelInfo*>(&run.attributes));
-  AttentionParams p = check_inputs(attributes, inputs, run.activation, run.cache);
+  AttentionParams p = check_inputs(attributes, inputs, run.activation, run.cache, LengthsAt::kHost);
   std::vector<std::unique_ptr<FakeTensor>> outputs;
   for (const FakeTensor* made : context.outputs) {
     outputs.push_back(made == nullptr ? nullptr
