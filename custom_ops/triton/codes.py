@@ -122,9 +122,7 @@ def group_codes(groups, scales, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(
-    cache, scales, row, is_row, rows, WIDTH: tl.constexpr, BITS: tl.constexpr
-):
+def store_codes(cache, scales, row, is_row, rows, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """Quantise rotated rows and write codes and scales; arguments as of `load_cache`."""
     num_rows: tl.constexpr = rows.shape[0]
     groups: tl.constexpr = padded(WIDTH) // 32

@@ -84,9 +84,7 @@ def prefill_kernel(
     )
     if CACHE_BITS != 0:
         queries = transform(queries, HEAD_DIM)
-    queries = queries.to(
-        dot_type(query.dtype.element_ty, present_key.dtype.element_ty, CACHE_BITS)
-    )
+    queries = queries.to(dot_type(query.dtype.element_ty, present_key.dtype.element_ty, CACHE_BITS))
 
     # Positions are those of the key head's cache from here on.
     kv_row = (batch * kv_num_heads + head // GROUP) * capacity

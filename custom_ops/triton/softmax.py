@@ -19,7 +19,6 @@ from kvconv.custom_ops.triton.rows import (
     SOFTCAP,
     WINDOW,
     has,
-    padded,
 )
 
 
