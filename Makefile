@@ -9,7 +9,7 @@ PYTHON_FOLDERS := src converter runtime custom_ops tests recipes
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo dev test test-fast test-kinds test-native test-real test-all wheel lint fix docs models-table clean
+.PHONY: help demo dev test test-fast test-kinds test-kernels test-native test-real test-all wheel lint fix docs kernels gpu-check models-table clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -38,13 +38,16 @@ demo: $(VENV)/.kvconv $(DEMO)/kvconv.json  ## install, export the demo model, an
 
 dev: $(VENV)/.dev  ## make .venv with everything that development needs
 
-test: test-fast test-kinds test-native test-real  ## all tests that CI runs
+test: test-fast test-kinds test-kernels test-native test-real  ## all tests that CI runs
 
 test-fast: $(VENV)/.dev  ## tests on random models and hand-built graphs, under three minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kinds and not real and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kinds and not kernels and not real and not slow"
 
 test-kinds: $(VENV)/.dev  ## tests that trace and export tiny decoders of every kind
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "kinds and not slow"
+
+test-kernels: $(VENV)/.dev  ## compile CUDA kernels, and run them in Triton's interpreter
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "kernels and not slow"
 
 # In the second pytest Python is not instrumented and frees little at its end: no leaks there.
 test-native: $(VENV)/.dev  ## C++ tests and the native runtime under ASan, UBSan and TSan
@@ -86,6 +89,12 @@ fix: $(VENV)/.dev  ## repair what ruff and clang-format can
 
 docs: $(VENV)/.dev  ## regenerate docs/cli.md from --help
 	$(BIN)/python recipes/docs/cli.py > docs/cli.md
+
+kernels: $(VENV)/.dev  ## compile a set of CUDA kernels for all GPUs; regenerate docs/kernels.md
+	$(BIN)/python recipes/docs/kernels.py > docs/kernels.tmp && mv docs/kernels.tmp docs/kernels.md
+
+gpu-check: $(VENV)/.kvconv  ## on a machine with a GPU: are the CUDA kernels right, and how fast
+	$(BIN)/python recipes/gpu_check/gpu_check.py
 
 models-table: $(VENV)/.dev  ## regenerate docs/models.md from exports (10 minutes)
 	$(BIN)/python recipes/docs/models.py > docs/models.tmp && mv docs/models.tmp docs/models.md

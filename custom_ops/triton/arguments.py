@@ -88,7 +88,7 @@ _PARTIALS = frozenset({"partial_output", "partial_maximum", "partial_sum", "num_
 ALWAYS = {
     "append": _CACHE | {"key", "value", "key_token_stride", "value_token_stride"},
     "prefill": _ATTEND | {"output"},
-    "decode": _ATTEND | _PARTIALS | {"slots_per_split"},
+    "decode": (_ATTEND | _PARTIALS | {"slots_per_split"}) - {"sequence_length"},
     "combine": _PARTIALS | {"output", "num_heads"},
 }
 OF_CACHE = {"append": _QUANTIZED, "prefill": _QUANTIZED, "decode": _QUANTIZED}
@@ -103,6 +103,7 @@ _ATTEND_FEATURES = {
 OF_FEATURE: dict[str, dict[str, frozenset[str]]] = {
     "append": {"rotary": _ROTARY},
     "prefill": {**_ATTEND_FEATURES, "sink": frozenset({"head_sink"})},
-    "decode": _ATTEND_FEATURES,
+    # One query: its stride in the bias is never taken.
+    "decode": {**_ATTEND_FEATURES, "bias": _BIAS - {"bias_stride_query"}},
     "combine": {"sink": frozenset({"head_sink"})},
 }

@@ -130,15 +130,18 @@ class Op:
             mask[0, :3] = 0
             self.constants["attention_mask"] = mask
 
-    def new_cache(self) -> dict[str, Tensor]:
-        """Return an empty cache, by the names of its tensors."""
-        return {
-            tensor.name: torch.zeros(
-                self.case.batch, tensor.num_heads, self.capacity, tensor.width,
-                dtype=getattr(torch, tensor.element), device="cuda",
-            )
-            for tensor in stored_tensors(self.case.layer)
-        }  # fmt: skip
+    def new_cache(self, *, filled: bool = False) -> dict[str, Tensor]:
+        """Return an empty cache, by the names of its tensors; or one with random numbers."""
+        cache = {}
+        for stored in stored_tensors(self.case.layer):
+            shape = (self.case.batch, stored.num_heads, self.capacity, stored.width)
+            tensor = torch.zeros(shape, dtype=getattr(torch, stored.element), device="cuda")
+            if filled and tensor.is_floating_point():
+                tensor.normal_()
+            elif filled:
+                tensor.random_(127)
+            cache[stored.name] = tensor
+        return cache
 
     def inputs(self, past: int, tokens: int) -> dict[str, Tensor]:
         """Make up the tensors of new tokens, and the rest of what a run of them reads."""

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra `build` is not installed")
 
-from kvconv.custom_ops.triton.compile import compile_variant, set_environment
+from kvconv.custom_ops.triton.compile import compile_variant, load_kernel, set_environment
 from kvconv.custom_ops.triton.variants import GPUS, PTX_GPU, Attention, Feature, Kind, Variant
 from kvconv.errors import ExportError
 
@@ -33,6 +33,21 @@ def stub(name):
     import stub_kernels
 
     return lambda variant: getattr(stub_kernels, name)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("cache", [10, 2])
+def test_kernels_declare_all_that_variants_take_in_their_order(kind, cache):
+    every = ATTENTION._replace(cache_type=cache, features=Feature(1023))
+    variant = Variant(kind, every, GPUS["sm_80"])
+    parameters = load_kernel(variant).arg_names
+    taken = [name for name in parameters if name in variant.signature]
+    assert tuple(taken) == variant.arguments
+    assert parameters[-len(variant.constants) :] == list(variant.constants)
+    # What no variant ever takes would be None in all of them.
+    assert len(parameters) - len(variant.constants) - len(taken) == (
+        0 if cache == 2 else len(set(parameters) & {"present_key_scale", "present_value_scale"})
+    )
 
 
 def target_of(cubin):
