@@ -112,5 +112,7 @@ def _attention(node: gs.Node) -> Attention:
 
 
 def _element_type(node: gs.Node, name: str) -> int:
-    dtype = get_operand(node, name).dtype
+    tensor = get_operand(node, name)
+    assert tensor is not None  # every node has these two
+    dtype = tensor.dtype
     return int(dtype if isinstance(dtype, int) else onnx.helper.np_dtype_to_tensor_dtype(dtype))

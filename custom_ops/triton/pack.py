@@ -135,13 +135,19 @@ def _read_entry(content: bytes, index: int, table_end: int) -> Entry:
         raise _damaged(f"kernel {index} has another sha256 than its table says")
     try:
         return Entry(
-            Kind(fields[0]),
-            *fields[1:3],
-            Attention(*fields[3:9], Feature(fields[9])),
-            *fields[10:16],
-            function.partition(b"\0")[0].decode(),
-            tuple(NAMES[number] for number in ids[: fields[16]]),
-            image,
+            kind=Kind(fields[0]),
+            format=fields[1],
+            compute_capability=fields[2],
+            attention=Attention._make((*fields[3:9], Feature(fields[9]))),
+            num_warps=fields[10],
+            shared_bytes=fields[11],
+            tile_m=fields[12],
+            tile_n=fields[13],
+            registers=fields[14],
+            spill_bytes=fields[15],
+            function=function.partition(b"\0")[0].decode(),
+            arguments=tuple(NAMES[number] for number in ids[: fields[16]]),
+            image=image,
         )
     except (KeyError, ValueError) as error:
         raise _damaged(f"kernel {index} has something unknown: {error}") from error

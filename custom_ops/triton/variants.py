@@ -233,7 +233,9 @@ class Variant(NamedTuple):
 
     def __str__(self) -> str:
         a = self.attention
-        features = "+".join(feature.name.lower() for feature in Feature if feature & a.features)
+        features = "+".join(
+            str(feature.name).lower() for feature in Feature if feature & a.features
+        )
         gpu = (
             f"PTX {self.gpu.compute_capability}"
             if self.is_ptx
