@@ -11,7 +11,7 @@ from typing import Any
 from kvconv import names
 from kvconv.errors import LibraryError
 
-__all__ = ["library_path", "register"]
+__all__ = ["cmake_folder", "library_path", "register"]
 
 
 def library_path() -> Path:
@@ -27,6 +27,21 @@ def library_path() -> Path:
             "Install kvconv again with a C++ compiler at hand: pip install --force-reinstall kvconv"
         )
     return path
+
+
+def cmake_folder() -> Path:
+    """Return the folder of the CMake package; headers and pkg-config file lie beside it.
+
+    Raises:
+        LibraryError: It is not there; kvconv was not built on this machine.
+    """
+    folder = library_path().parent.parent / "native" / "cmake"
+    if not folder.is_dir():
+        raise LibraryError(
+            f"The native runtime is not in {folder.parent}. Install kvconv again with a C++ "
+            f"compiler at hand: pip install --force-reinstall kvconv"
+        )
+    return folder
 
 
 def register(session_options: Any) -> None:

@@ -4,6 +4,10 @@ Two kinds of plain callables, chained by a `Sampler`: a logits processor (token 
 -> logits changes all of a row's logits and never writes into what it is given; a token filter
 (logits) -> indices says which of them go on, so that what follows works on those few alone. Rows
 share nothing, so each may be sampled differently.
+
+`runtime/native/src/sampling.cc` computes the same, operation by operation, so that one seed gives
+the same tokens there. Probabilities are float64 for that: float32 exponentials differ between
+libraries in their last bits, which would let about one draw in ten thousand fall otherwise.
 """
 
 import math
@@ -15,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconv.errors import KvconvError
+from kvconv.runtime.split_mix import SplitMix64
 
 Logits = npt.NDArray[np.float32]
 """[vocab_size] float32: one row."""
@@ -36,7 +41,8 @@ class SamplingParams:
         min_p: In [0, 1]; keep tokens at least so likely, relative to the most likely. 0 keeps all.
         repetition_penalty: In [0.001, 1000]; logits of tokens in the prompt or the output are
             divided by it when positive, multiplied when negative. 1 changes nothing.
-        seed: >= 0 for draws that can be repeated, in any batch; None for new ones each time.
+        seed: In [0, 2**64) for draws that can be repeated, in any batch; None for new ones each
+            time.
         stop: Strings that end the text; they are cut off.
     """
 
@@ -59,7 +65,7 @@ class SamplingParams:
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "[0, 1]")
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 1e-3 <= penalty <= 1e3, "[0.001, 1000]")
-        _check("seed", self.seed, self.seed is None or self.seed >= 0, "[0, inf)")
+        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "[0, 2**64)")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
 
@@ -97,9 +103,7 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self._processors = make_logits_processors(params)
         self._filters = make_token_filters(params)
-        self._random: np.random.Generator | None = None
-        if params.temperature > 0:
-            self._random = np.random.default_rng(params.seed)
+        self._random = SplitMix64(params.seed) if params.temperature > 0 else None
 
     def __call__(self, token_ids: Sequence[int], logits: Logits) -> int:
         """Return the next token's id; advances the random state unless greedy.
@@ -212,12 +216,12 @@ class TopP:
     def __call__(self, logits: Logits) -> Indices:
         """Return the places of the nucleus."""
         weights = _weights(logits)
-        total = weights.sum(dtype=np.float64)
+        total = weights.sum()
         cut = (1 - self.top_p) * total
         # All tokens below an equal share of the cut add up to less than it: they need no sorting.
         candidates = np.flatnonzero(weights >= min(cut / weights.size, 1))
         ascending = candidates[np.argsort(weights[candidates], kind="stable")]
-        sums = np.cumsum(weights[ascending], dtype=np.float64)
+        sums = np.cumsum(weights[ascending])
         is_cut = total - sums[-1] + sums <= cut
         is_cut[-1] = False
         return np.sort(ascending[~is_cut])
@@ -234,19 +238,20 @@ class MinP:
         return np.flatnonzero(_weights(logits) >= self.min_p)
 
 
-def _weights(logits: Logits) -> npt.NDArray[np.float32]:
+def _weights(logits: Logits) -> npt.NDArray[np.float64]:
     """Return probabilities in parts of the largest."""
-    return np.asarray(np.exp(logits - logits.max()))
+    weights = np.subtract(logits, logits.max(), dtype=np.float64)
+    return np.exp(weights, out=weights)
 
 
-def _draw(weights: npt.NDArray[np.float32], uniform: float) -> int:
+def _draw(weights: npt.NDArray[np.float64], uniform: float) -> int:
     """Return a place, each as likely as its weight.
 
     A block of them is drawn first: one running sum over a whole vocabulary takes longer than all
     else that sampling does.
 
     Args:
-        weights: [tokens] float32, >= 0, not all 0.
+        weights: [tokens] float64, >= 0, not all 0.
         uniform: In [0, 1), what chance says.
     """
     starts = np.arange(0, weights.size, _DRAW_BLOCK)
@@ -255,9 +260,9 @@ def _draw(weights: npt.NDArray[np.float32], uniform: float) -> int:
     return start + _place(weights[start : start + _DRAW_BLOCK], rest)[0]
 
 
-def _place(weights: npt.NDArray[np.float32], uniform: float) -> tuple[int, float]:
+def _place(weights: npt.NDArray[np.float64], uniform: float) -> tuple[int, float]:
     """Return where the running sum first exceeds `uniform` of the whole, and how far in, < 1."""
-    sums = np.cumsum(weights, dtype=np.float64)
+    sums = np.cumsum(weights)
     threshold = uniform * sums[-1]
     place = int(np.searchsorted(sums, threshold, side="right"))
     before = sums[place - 1] if place else 0.0

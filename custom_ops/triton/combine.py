@@ -1,66 +1,49 @@
-"""The kernel that adds up what decode's splits leave. Grid: N, B."""
+"""Adds the splits of a decode step up: grid (N, B)."""
 
 import triton
 import triton.language as tl
 
-from kvconv.custom_ops.triton.rows import LOG2_E, SINK, has, padded, transform
-from kvconv.custom_ops.triton.softmax import divided
+from kvconv.custom_ops.triton.rows import hadamard, has, padded
+from kvconv.custom_ops.triton.scores import with_sink
 
 
 @triton.jit
 def combine_kernel(
-    head_sink,
-    output,
-    partial_output,
-    partial_maximum,
-    partial_sum,
-    num_heads,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    VALUE_HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    FEATURES: tl.constexpr,
-    CACHE_BITS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Finish one head: TILE_N splits at a time."""
-    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = batch * num_heads + head
-    rows = tl.num_programs(1).to(tl.int64) * num_heads
-    columns = tl.arange(0, padded(VALUE_HEAD_DIM))[None, :]
-
-    maximum = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    weighted = tl.zeros([1, padded(VALUE_HEAD_DIM)], tl.float32)
+    head_sink, output, partial_output, partial_maximum, partial_sum, num_heads, num_splits,
+    HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, FEATURES: tl.constexpr, CACHE_BITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Finish one query head of one batch row; TILE_N splits at once."""
+    head = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    h = tl.arange(0, padded(VALUE_HEAD_DIM))
+    maximum = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    accumulator = tl.zeros((1, padded(VALUE_HEAD_DIM)), tl.float32)
     for start in range(0, num_splits, TILE_N):
-        split = start + tl.arange(0, TILE_N)
-        is_split = split < num_splits
-        partial = split * rows + row
-        maxima = tl.load(partial_maximum + partial, mask=is_split, other=float("-inf")) * LOG2_E
-        sums = tl.load(partial_sum + partial, mask=is_split, other=0.0)
-        outputs = tl.load(
-            partial_output + partial[:, None] * VALUE_HEAD_DIM + columns,
-            mask=is_split[:, None] & (columns < VALUE_HEAD_DIM),
-            other=0.0,
-        )
-        larger = tl.maximum(maximum, tl.max(maxima, axis=0))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        factors = tl.exp2(maxima - base)
-        factor = tl.exp2(maximum - base)
-        total = total * factor + tl.sum(sums * factors, axis=0)
-        weighted = weighted * factor + tl.sum(outputs * factors[:, None], axis=0)[None, :]
-        maximum = larger
-
-    sink = 0.0
-    if has(FEATURES, SINK):
-        sink = tl.load(head_sink + head) * LOG2_E
-    result = divided(maximum, total, weighted, sink, has(FEATURES, SINK))
+        splits = start + tl.arange(0, TILE_N)
+        is_split = splits < num_splits
+        partials = (splits * tl.num_programs(1) + batch) * num_heads + head
+        maxima = tl.load(partial_maximum + partials, mask=is_split, other=float("-inf"))
+        sums = tl.load(partial_sum + partials, mask=is_split, other=0.0)
+        mask = is_split[:, None] & (h < VALUE_HEAD_DIM)[None, :]
+        pointers = partial_output + partials[:, None] * VALUE_HEAD_DIM + h[None, :]
+        outputs = tl.load(pointers, mask=mask, other=0.0)
+        new = tl.maximum(maximum, tl.max(maxima, axis=0, keep_dims=True))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(maxima - shift)
+        alpha = tl.exp2(maximum - shift)
+        total = total * alpha + tl.sum(sums * weights, axis=0, keep_dims=True)
+        added = tl.sum(outputs * weights[:, None], axis=0, keep_dims=True)
+        accumulator = accumulator * alpha[:, None] + added
+        maximum = new
+    if has(FEATURES, "sink"):
+        sinks = tl.zeros((1,), tl.float32) + tl.load(head_sink + head)
+        total, accumulator = with_sink(sinks, maximum, total, accumulator)
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     if CACHE_BITS != 0:
-        result = transform(result, VALUE_HEAD_DIM)
-    tl.store(
-        output + row * VALUE_HEAD_DIM + columns,
-        result.to(output.dtype.element_ty),
-        mask=columns < VALUE_HEAD_DIM,
-    )
+        result = hadamard(result, 1, VALUE_HEAD_DIM)
+    pointers = output + (batch * num_heads + head) * VALUE_HEAD_DIM + h[None, :]
+    written = (h < VALUE_HEAD_DIM)[None, :]
+    tl.store(pointers, result.to(output.dtype.element_ty), mask=written)

@@ -1,168 +1,92 @@
-"""Attention of one new token over a part of the cache. Grid: num_splits, K, B."""
+"""Attention of one new token over a split of the cache: grid (num_splits, K, B).
+
+A program has all query heads of a key/value head, so that each key and value is read once.
+`combine` adds the splits up.
+"""
 
 import triton
 import triton.language as tl
 
-from kvconv.custom_ops.triton.codes import key_bits, num_groups, row_elements
 from kvconv.custom_ops.triton.rows import (
-    ALIBI,
-    BIAS,
-    LN_2,
-    MASK,
-    RING,
-    WINDOW,
-    dot_type,
+    hadamard,
     has,
     load_rotated,
+    num_groups,
     padded,
-    transform,
+    row_bytes,
 )
-from kvconv.custom_ops.triton.softmax import attend
+from kvconv.custom_ops.triton.scores import attend_tile
 
 
 @triton.jit
 def decode_kernel(
-    query,
-    present_key,
-    present_value,
-    present_key_scale,
-    present_value_scale,
-    attention_mask,
-    cos,
-    sin,
-    attention_bias,
-    alibi_slopes,
-    past_sequence_length,
-    partial_output,
-    partial_maximum,
-    partial_sum,
-    query_token_stride,
-    sequence_length,
-    capacity,
-    mask_width,
-    num_heads,
-    kv_num_heads,
-    rotary_batch_stride,
-    bias_stride_batch,
-    bias_stride_head,
-    bias_stride_query,
-    bias_stride_slot,
-    window_size,
-    num_splits,
-    slots_per_split,
-    scale,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    VALUE_HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    FEATURES: tl.constexpr,
-    CACHE_BITS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Attend with all query heads of a key head, so that each key and value is read once.
-
-    A split is slots_per_split rows of the cache. One that has nothing to see leaves a maximum of
-    -inf, and zeros.
-    """
-    split, kv_head = tl.program_id(0), tl.program_id(1)
+    query, present_key, present_value, present_key_scale, present_value_scale, attention_mask, cos,
+    sin, attention_bias, alibi_slopes, past_sequence_length, partial_output, partial_maximum,
+    partial_sum, query_token_stride, capacity, mask_width, num_heads, kv_num_heads,
+    rotary_batch_stride, bias_stride_batch, bias_stride_head, bias_stride_slot, window_size,
+    num_splits, slots_per_split, scale, softcap,
+    HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, FEATURES: tl.constexpr, CACHE_BITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Leave the partial softmax of rows [split * slots_per_split, ...) of the cache."""
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    member = tl.arange(0, TILE_M)[:, None]
-    is_query = member < GROUP
-    head = kv_head * GROUP + member
+    r = tl.arange(0, TILE_M)
+    is_query = r < GROUP
+    heads = kv_head * GROUP + r
     past = tl.load(past_sequence_length)
+    end = past + 1
+    own = tl.full((TILE_M,), 0, tl.int32) + past
 
-    table_rows = 0
+    angles = tl.zeros((TILE_M,), tl.int64)
     if ROTARY_DIM > 0:
-        table_rows = batch * rotary_batch_stride
-    queries = load_rotated(
-        query + batch * query_token_stride + head * HEAD_DIM,
-        is_query,
-        cos,
-        sin,
-        table_rows,
-        HEAD_DIM,
-        ROTARY_DIM,
-        FEATURES,
-    )
+        angles += batch * rotary_batch_stride
+    tokens = query + batch * query_token_stride + heads * HEAD_DIM
+    x = load_rotated(tokens, is_query, cos, sin, angles, HEAD_DIM, ROTARY_DIM, FEATURES)
     if CACHE_BITS != 0:
-        queries = transform(queries, HEAD_DIM)
-    queries = queries.to(
-        dot_type(query.dtype.element_ty, present_key.dtype.element_ty, CACHE_BITS)
-    )
+        x = hadamard(x, TILE_M, HEAD_DIM)
+    queries = x.to(query.dtype.element_ty)
 
-    # Positions are those of the key head's cache from here on.
-    kv_row = (batch * kv_num_heads + kv_head) * capacity
-    present_key += kv_row * row_elements(HEAD_DIM, key_bits(CACHE_BITS))
-    present_value += kv_row * row_elements(VALUE_HEAD_DIM, CACHE_BITS)
+    cache = (batch * kv_num_heads + kv_head) * capacity
+    present_key += cache * row_bytes(HEAD_DIM, CACHE_BITS, True)
+    present_value += cache * row_bytes(VALUE_HEAD_DIM, CACHE_BITS, False)
     if CACHE_BITS != 0:
-        present_key_scale += kv_row * num_groups(HEAD_DIM)
-        present_value_scale += kv_row * num_groups(VALUE_HEAD_DIM)
-    if has(FEATURES, MASK):
-        attention_mask += batch * mask_width
-    bias_row = 0
-    if has(FEATURES, BIAS):
-        bias_row = batch * bias_stride_batch + head.to(tl.int64) * bias_stride_head
-    slope = 0.0
-    if has(FEATURES, ALIBI):
-        slope = tl.load(alibi_slopes + head, mask=is_query, other=0.0)
+        present_key_scale += cache * num_groups(HEAD_DIM)
+        present_value_scale += cache * num_groups(VALUE_HEAD_DIM)
+    mask = attention_mask
+    if attention_mask is not None:
+        mask += batch * mask_width
+    bias_rows = tl.zeros((TILE_M,), tl.int64)
+    if has(FEATURES, "bias"):
+        bias_rows = batch * bias_stride_batch + heads.to(tl.int64) * bias_stride_head
 
-    # The walk: [first, full_end) without a check, [full_end, end). A window has edges anywhere.
     first = split * slots_per_split
-    end = tl.minimum(first + slots_per_split, tl.minimum(past + 1, capacity))
-    full_end = tl.maximum(first, end // TILE_N * TILE_N)
-    if has(FEATURES, WINDOW):
-        if not has(FEATURES, RING):
-            first = tl.maximum(first, tl.maximum(0, past + 1 - window_size) // TILE_N * TILE_N)
-        full_end = first
-    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
-    weighted = tl.zeros([TILE_M, padded(VALUE_HEAD_DIM)], tl.float32)
-    for part in tl.static_range(2):
-        if part == 1 or not has(FEATURES, WINDOW):
-            maximum, total, weighted = attend(
-                maximum,
-                total,
-                weighted,
-                queries,
-                first if part == 0 else full_end,
-                full_end if part == 0 else end,
-                end,
-                past,
-                past,
-                is_query,
-                present_key,
-                present_value,
-                present_key_scale,
-                present_value_scale,
-                attention_mask,
-                mask_width,
-                attention_bias,
-                bias_row,
-                bias_stride_slot,
-                slope,
-                capacity,
-                window_size,
-                scale,
-                softcap,
-                HEAD_DIM,
-                VALUE_HEAD_DIM,
-                FEATURES,
-                CACHE_BITS,
-                TILE_N,
-                True,
-                part == 1,
-            )
+    last = tl.minimum(tl.minimum(first + slots_per_split, capacity), end)
+    if has(FEATURES, "window"):
+        if not has(FEATURES, "ring"):  # a ring's window may lie anywhere in it
+            first = tl.maximum(first, tl.maximum(end - window_size, 0) // TILE_N * TILE_N)
+    maximum = tl.full((TILE_M,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    accumulator = tl.zeros((TILE_M, padded(VALUE_HEAD_DIM)), tl.float32)
+    for start in range(first, last, TILE_N):
+        rows = start + tl.arange(0, TILE_N)
+        slots = rows
+        if has(FEATURES, "ring"):  # the newest slot that lies there
+            slots = rows + tl.maximum(end - 1 - rows, 0) // capacity * capacity
+        maximum, total, accumulator = attend_tile(
+            queries, slots, rows, rows < last, own, heads, bias_rows, is_query,
+            present_key, present_value, present_key_scale, present_value_scale, mask,
+            attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, scale, softcap,
+            maximum, total, accumulator,
+            HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
+        )  # fmt: skip
 
-    partial = (split * tl.num_programs(2) + batch) * num_heads + head
-    rows = tl.arange(0, TILE_M)
-    row_partial = (split * tl.num_programs(2) + batch) * num_heads + kv_head * GROUP + rows
-    tl.store(partial_maximum + row_partial, maximum * LN_2, mask=rows < GROUP)
-    tl.store(partial_sum + row_partial, total, mask=rows < GROUP)
-    columns = tl.arange(0, padded(VALUE_HEAD_DIM))[None, :]
-    tl.store(
-        partial_output + partial * VALUE_HEAD_DIM + columns,
-        weighted,
-        mask=is_query & (columns < VALUE_HEAD_DIM),
-    )
+    h = tl.arange(0, padded(VALUE_HEAD_DIM))
+    partials = (split * tl.num_programs(2) + batch) * num_heads + heads
+    tl.store(partial_maximum + partials, maximum, mask=is_query)
+    tl.store(partial_sum + partials, total, mask=is_query)
+    written = is_query[:, None] & (h < VALUE_HEAD_DIM)[None, :]
+    outputs = partial_output + partials[:, None] * VALUE_HEAD_DIM + h[None, :]
+    tl.store(outputs, accumulator, mask=written)

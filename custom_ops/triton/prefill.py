@@ -1,179 +1,144 @@
-"""Flash attention of several new tokens. Grid: ceil(S / TILE_M), N, B."""
+"""Attention of several new tokens over the cache: grid (ceil(S / TILE_M), N, B).
+
+Flash Attention forward: a program holds TILE_M queries of one head and walks over the slots that
+they see in tiles of TILE_N. Tiles that all queries see whole are apart from those at the edges.
+"""
 
 import triton
 import triton.language as tl
 
-from kvconv.custom_ops.triton.codes import key_bits, num_groups, row_elements
 from kvconv.custom_ops.triton.rows import (
-    ALIBI,
-    BIAS,
-    CAUSAL,
-    LOG2_E,
-    MASK,
-    RING,
-    SINK,
-    WINDOW,
-    dot_type,
+    hadamard,
     has,
     load_rotated,
+    num_groups,
     padded,
-    transform,
+    row_bytes,
 )
-from kvconv.custom_ops.triton.softmax import attend, divided
+from kvconv.custom_ops.triton.scores import attend_tile, with_sink
+
+
+@triton.jit
+def attend_slots(
+    first, last, end, queries, own, heads, bias_rows, is_query,
+    present_key, present_value, present_key_scale, present_value_scale, mask, attention_bias,
+    alibi_slopes, bias_stride_slot, mask_width, window_size, capacity, scale, softcap,
+    maximum, total, accumulator,
+    HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, FEATURES: tl.constexpr,
+    CACHE_BITS: tl.constexpr, TILE_N: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Take the slots [first, last), of those before `end`, into the softmax."""
+    for start in range(first, last, TILE_N):
+        slots = start + tl.arange(0, TILE_N)
+        rows = slots % capacity if has(FEATURES, "ring") else slots
+        maximum, total, accumulator = attend_tile(
+            queries, slots, rows, slots < end, own, heads, bias_rows, is_query,
+            present_key, present_value, present_key_scale, present_value_scale, mask,
+            attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, scale, softcap,
+            maximum, total, accumulator,
+            HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, IS_EDGE,
+        )  # fmt: skip
+    return maximum, total, accumulator
 
 
 @triton.jit
 def prefill_kernel(
-    query,
-    present_key,
-    present_value,
-    present_key_scale,
-    present_value_scale,
-    attention_mask,
-    cos,
-    sin,
-    attention_bias,
-    alibi_slopes,
-    head_sink,
-    past_sequence_length,
-    output,
-    query_token_stride,
-    sequence_length,
-    capacity,
-    mask_width,
-    num_heads,
-    kv_num_heads,
-    rotary_batch_stride,
-    bias_stride_batch,
-    bias_stride_head,
-    bias_stride_query,
-    bias_stride_slot,
-    window_size,
-    scale,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    VALUE_HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    FEATURES: tl.constexpr,
-    CACHE_BITS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Attend with TILE_M queries of one head over a cache that holds the new tokens already."""
-    # The last tiles see most and start first.
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    new = start + tl.arange(0, TILE_M)[:, None]
-    is_query = new < sequence_length
-    token = batch * sequence_length + new
+    query, present_key, present_value, present_key_scale, present_value_scale, attention_mask, cos,
+    sin, attention_bias, alibi_slopes, head_sink, past_sequence_length, output,
+    query_token_stride, sequence_length, capacity, mask_width, num_heads, kv_num_heads,
+    rotary_batch_stride, bias_stride_batch, bias_stride_head, bias_stride_query, bias_stride_slot,
+    window_size, scale, softcap,
+    HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, FEATURES: tl.constexpr, CACHE_BITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Attend from TILE_M tokens of one query head of one batch row."""
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    # The last tokens see most: they begin first.
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
+    i = first_token + tl.arange(0, TILE_M)
+    is_query = i < sequence_length
     past = tl.load(past_sequence_length)
-
-    table_rows = 0
-    if ROTARY_DIM > 0:
-        table_rows = batch * rotary_batch_stride + new * (ROTARY_DIM // 2)
-    queries = load_rotated(
-        query + token * query_token_stride + head * HEAD_DIM,
-        is_query,
-        cos,
-        sin,
-        table_rows,
-        HEAD_DIM,
-        ROTARY_DIM,
-        FEATURES,
-    )
-    if CACHE_BITS != 0:
-        queries = transform(queries, HEAD_DIM)
-    queries = queries.to(
-        dot_type(query.dtype.element_ty, present_key.dtype.element_ty, CACHE_BITS)
-    )
-
-    # Positions are those of the key head's cache from here on.
-    kv_row = (batch * kv_num_heads + head // GROUP) * capacity
-    present_key += kv_row * row_elements(HEAD_DIM, key_bits(CACHE_BITS))
-    present_value += kv_row * row_elements(VALUE_HEAD_DIM, CACHE_BITS)
-    if CACHE_BITS != 0:
-        present_key_scale += kv_row * num_groups(HEAD_DIM)
-        present_value_scale += kv_row * num_groups(VALUE_HEAD_DIM)
-    if has(FEATURES, MASK):
-        attention_mask += batch * mask_width
-    bias_row = 0
-    if has(FEATURES, BIAS):
-        bias_row = (
-            batch * bias_stride_batch
-            + head.to(tl.int64) * bias_stride_head
-            + new.to(tl.int64) * bias_stride_query
-        )
-    slope = 0.0
-    if has(FEATURES, ALIBI):
-        slope = tl.load(alibi_slopes + head)
-
-    # The walk: [low, full) where a window begins, [full, full_end) without a check, [.., end).
     end = past + sequence_length
-    if not has(FEATURES, RING):
-        end = tl.minimum(end, capacity)  # nobody checks past_sequence_length before the launch
-    full_end = end // TILE_N * TILE_N
-    if has(FEATURES, CAUSAL):
-        full_end = tl.minimum(full_end, (past + start + 1) // TILE_N * TILE_N)
-        end = tl.minimum(end, past + start + TILE_M)
-    low = 0
-    full = 0
-    if has(FEATURES, WINDOW):
-        first_seen = past + start - window_size + 1
-        low = tl.maximum(0, first_seen) // TILE_N * TILE_N
-        full = tl.cdiv(tl.maximum(0, first_seen + TILE_M - 1), TILE_N) * TILE_N
-        full_end = tl.maximum(full, full_end)
+    if not has(FEATURES, "ring"):
+        end = tl.minimum(end, capacity)  # nobody on the host knows the length
+    own = past + i
+    heads = tl.full((TILE_M,), 0, tl.int32) + head
 
-    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
-    weighted = tl.zeros([TILE_M, padded(VALUE_HEAD_DIM)], tl.float32)
-    for part in tl.static_range(3):
-        if part != 0 or has(FEATURES, WINDOW):
-            first = low if part == 0 else full if part == 1 else full_end
-            last = tl.minimum(full, end) if part == 0 else full_end if part == 1 else end
-            maximum, total, weighted = attend(
-                maximum,
-                total,
-                weighted,
-                queries,
-                first,
-                last,
-                end,
-                past + sequence_length - 1,
-                past + new,
-                is_query,
-                present_key,
-                present_value,
-                present_key_scale,
-                present_value_scale,
-                attention_mask,
-                mask_width,
-                attention_bias,
-                bias_row,
-                bias_stride_slot,
-                slope,
-                capacity,
-                window_size,
-                scale,
-                softcap,
-                HEAD_DIM,
-                VALUE_HEAD_DIM,
-                FEATURES,
-                CACHE_BITS,
-                TILE_N,
-                False,
-                part != 1,
-            )
-
-    sink = 0.0
-    if has(FEATURES, SINK):
-        sink = tl.load(head_sink + head) * LOG2_E
-    result = divided(maximum, total, weighted, sink, has(FEATURES, SINK))
+    angles = i * (ROTARY_DIM // 2)
+    if ROTARY_DIM > 0:
+        angles = batch * rotary_batch_stride + angles
+    tokens = query + (batch * sequence_length + i) * query_token_stride + head * HEAD_DIM
+    x = load_rotated(tokens, is_query, cos, sin, angles, HEAD_DIM, ROTARY_DIM, FEATURES)
     if CACHE_BITS != 0:
-        result = transform(result, VALUE_HEAD_DIM)
-    columns = tl.arange(0, padded(VALUE_HEAD_DIM))[None, :]
-    tl.store(
-        output + (token * num_heads + head) * VALUE_HEAD_DIM + columns,
-        result.to(output.dtype.element_ty),
-        mask=is_query & (columns < VALUE_HEAD_DIM),
-    )
+        x = hadamard(x, TILE_M, HEAD_DIM)
+    queries = x.to(query.dtype.element_ty)
+
+    cache = (batch * kv_num_heads + head // GROUP) * capacity
+    present_key += cache * row_bytes(HEAD_DIM, CACHE_BITS, True)
+    present_value += cache * row_bytes(VALUE_HEAD_DIM, CACHE_BITS, False)
+    if CACHE_BITS != 0:
+        present_key_scale += cache * num_groups(HEAD_DIM)
+        present_value_scale += cache * num_groups(VALUE_HEAD_DIM)
+    mask = attention_mask
+    if attention_mask is not None:
+        mask += batch * mask_width
+    bias_rows = i.to(tl.int64)
+    if has(FEATURES, "bias"):
+        bias_rows = batch * bias_stride_batch + head.to(tl.int64) * bias_stride_head
+        bias_rows += i.to(tl.int64) * bias_stride_query
+
+    # Slots [first, last) are seen by a query, [whole, whole_end) by all.
+    first = 0
+    whole = 0
+    last = end
+    whole_end = end
+    if has(FEATURES, "causal"):
+        last = tl.minimum(end, past + first_token + TILE_M)
+        whole_end = tl.minimum(end, past + first_token + 1)
+    if has(FEATURES, "window"):
+        first = tl.maximum(past + first_token - window_size + 1, 0) // TILE_N * TILE_N
+        whole = tl.maximum(past + first_token + TILE_M - window_size, 0)
+        whole = (whole + TILE_N - 1) // TILE_N * TILE_N
+    whole_end = tl.maximum(whole_end // TILE_N * TILE_N, first)
+    whole = tl.minimum(tl.maximum(whole, first), whole_end)
+
+    maximum = tl.full((TILE_M,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    accumulator = tl.zeros((TILE_M, padded(VALUE_HEAD_DIM)), tl.float32)
+    if has(FEATURES, "window"):
+        maximum, total, accumulator = attend_slots(
+            first, whole, end, queries, own, heads, bias_rows, is_query,
+            present_key, present_value, present_key_scale, present_value_scale, mask,
+            attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
+            scale, softcap, maximum, total, accumulator,
+            HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
+        )  # fmt: skip
+    maximum, total, accumulator = attend_slots(
+        whole, whole_end, end, queries, own, heads, bias_rows, is_query,
+        present_key, present_value, present_key_scale, present_value_scale, mask,
+        attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
+        scale, softcap, maximum, total, accumulator,
+        HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, False,
+    )  # fmt: skip
+    maximum, total, accumulator = attend_slots(
+        whole_end, last, end, queries, own, heads, bias_rows, is_query,
+        present_key, present_value, present_key_scale, present_value_scale, mask,
+        attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
+        scale, softcap, maximum, total, accumulator,
+        HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
+    )  # fmt: skip
+
+    if has(FEATURES, "sink"):
+        sinks = tl.load(head_sink + heads)
+        total, accumulator = with_sink(sinks, maximum, total, accumulator)
+    # A row that saw nothing is 0.
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    if CACHE_BITS != 0:
+        result = hadamard(result, TILE_M, VALUE_HEAD_DIM)
+    h = tl.arange(0, padded(VALUE_HEAD_DIM))
+    written = is_query[:, None] & (h < VALUE_HEAD_DIM)[None, :]
+    outputs = ((batch * sequence_length + i) * num_heads + head) * VALUE_HEAD_DIM
+    pointers = output + outputs[:, None] + h[None, :]
+    tl.store(pointers, result.to(output.dtype.element_ty), mask=written)

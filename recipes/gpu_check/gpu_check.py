@@ -5,7 +5,8 @@
 Installs nothing. Takes kvconv, PyTorch built for CUDA, and Triton, which comes with it. Compiles
 the kernels for this GPU, compares what the op gives with float64 arithmetic, and measures it
 against torch's flash attention and the device's own copies. With --bundle, and onnxruntime-gpu
-installed, measures whole decode steps as well, with and without CUDA graph. Exit code 1: wrong numbers, or the
+installed, measures whole decode steps as well, with and without CUDA graph. Exit code 1: wrong
+numbers, or the
 check could not be made; goals that are missed are in the table alone.
 """
 

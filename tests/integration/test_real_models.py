@@ -5,7 +5,6 @@ Run with `make test-real`, which fetches both models. Each bundle is exported on
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,49 +32,11 @@ from kvconv.names import (
 )
 from kvconv.plan import kv_cache_bytes
 from kvconv.runtime import Bundle, Conversation, Generator, SamplingParams
+from real_models import MODELS, PROMPTS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
-MODELS = {
-    "smollm2": ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf",
-    "gemma3": ROOT / "models/gemma-3-270m-q4_k_m.gguf",
-}
 MAX_ABS = {"smollm2": 2e-4, "gemma3": 1e-3}
-PROMPTS = (
-    "A",
-    "The capital of France is",
-    "def fibonacci(n):\n    ",
-    "Der schnelle braune Fuchs springt über den faulen Hund und",
-    "В одном далёком городе жил старый мастер, который",
-    "海の向こうに小さな島があり、そこには",
-    "كان يا ما كان في قديم الزمان",
-    "🙂🎉 emoji and numbers: 3.14159, 2.71828,",
-    "List three fruits:\n1. apple\n2.",
-    "The committee met on Tuesday to discuss the harbour. " * 12 + "After the vote,",
-)
-
-
-@pytest.fixture(scope="session")
-def export(tmp_path_factory):
-    """Return a function that exports one model in one flavour, once a session."""
-    folder, done = tmp_path_factory.mktemp("bundles"), {}
-
-    def run(name: str, attention: str = "flash", weights: str = "") -> Path:
-        bundle = folder / f"{name} {attention} {weights}".strip()
-        if bundle not in done:
-            arguments = ["export", str(MODELS[name]), "-o", str(bundle)]
-            if attention != "flash":
-                arguments += ["--attention", attention, "--no-verify"]
-            if weights:
-                arguments += ["--weights", weights]
-            command = [sys.executable, "-c", "from kvconv.cli import main; main()"]
-            subprocess.run(
-                [*command, *arguments, "--json"], check=True, env=os.environ, stdout=sys.stderr
-            )
-            done[bundle] = True
-        return bundle
-
-    return run
 
 
 @pytest.fixture(scope="session", params=MODELS)

@@ -31,6 +31,7 @@ def test_wheel_holds_every_python_file_and_the_library(wheel_members):
             if relative.partition("/")[0] not in ("converter", "runtime", "custom_ops"):
                 assert f"{target}/{relative}" in wheel_members
     assert "kvconv/custom_ops/libkvconv_ops.so" in wheel_members
+    assert "kvconv/custom_ops/libkvconv_runtime.so" in wheel_members
     assert "kvconv/py.typed" in wheel_members
 
 
@@ -39,7 +40,9 @@ def test_wheel_holds_no_sources_of_the_library_and_no_tests(wheel_members):
     strays = [
         name for name in wheel_members if not name.endswith(allowed) and ".dist-info/" not in name
     ]
-    assert strays == []
+    for embedding in ("include/kvconv.h", "include/kvconv.hpp", "cmake/kvconvConfig.cmake"):
+        assert f"kvconv/native/{embedding}" in strays
+    assert all(name.startswith("kvconv/native/") for name in strays)
     assert not any(name.startswith("tests") for name in wheel_members)
 
 

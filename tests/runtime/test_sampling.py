@@ -201,7 +201,8 @@ def test_logits_that_are_no_numbers_are_an_error(bad, temperature):
         ("top_p", -0.1, "[0, 1]"),
         ("min_p", 2, "[0, 1]"),
         ("repetition_penalty", 0, "[0.001, 1000]"),
-        ("seed", -1, "[0, inf)"),
+        ("seed", -1, "[0, 2**64)"),
+        ("seed", 2**64, "[0, 2**64)"),
     ],
 )
 def test_params_outside_their_interval_are_refused(name, value, interval):

@@ -20,11 +20,19 @@ _USED_FOR = {"cpu": "run", "export": "export"}
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
-def command(as_json: bool) -> None:
+@click.option(
+    "--cmake-dir", is_flag=True, help="Print the folder for find_package(kvconv), and nothing else."
+)
+def command(as_json: bool, cmake_dir: bool) -> None:
     """Show versions, providers, the op library in use, and what is missing.
 
     Put its output into every bug report. Exit code 0 even when something is missing.
     """
+    if cmake_dir:
+        from kvconv import custom_ops
+
+        click.echo(custom_ops.cmake_folder())
+        return
     report = diagnose()
     if as_json:
         print_json(report)

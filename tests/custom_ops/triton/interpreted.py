@@ -14,18 +14,7 @@ from kvconv.custom_ops.triton.append import append_kernel
 from kvconv.custom_ops.triton.combine import combine_kernel
 from kvconv.custom_ops.triton.decode import decode_kernel
 from kvconv.custom_ops.triton.prefill import prefill_kernel
-from kvconv.custom_ops.triton.rows import (
-    ALIBI,
-    BIAS,
-    CAUSAL,
-    MASK,
-    RING,
-    ROTARY,
-    ROTARY_INTERLEAVED,
-    SINK,
-    SOFTCAP,
-    WINDOW,
-)
+from kvconv.custom_ops.triton.rows import FEATURES
 
 KERNELS = {
     "append": append_kernel,
@@ -39,18 +28,18 @@ TILE = 16
 def features_of(case: Case, inputs: dict[str, npt.NDArray[Any]], ring: bool) -> int:
     """The bits of a node."""
     wanted = {
-        ROTARY: "cos" in inputs,
-        ROTARY_INTERLEAVED: case.rotary == "interleaved",
-        MASK: "attention_mask" in inputs,
-        BIAS: "attention_bias" in inputs,
-        ALIBI: "alibi_slopes" in inputs,
-        SINK: "head_sink" in inputs,
-        SOFTCAP: case.softcap > 0,
-        WINDOW: case.window > 0,
-        RING: ring,
-        CAUSAL: case.causal,
+        "rotary": "cos" in inputs,
+        "rotary_interleaved": case.rotary == "interleaved",
+        "mask": "attention_mask" in inputs,
+        "bias": "attention_bias" in inputs,
+        "alibi": "alibi_slopes" in inputs,
+        "sink": "head_sink" in inputs,
+        "softcap": case.softcap > 0,
+        "window": case.window > 0,
+        "ring": ring,
+        "causal": case.causal,
     }
-    return sum(bit.value for bit, is_there in wanted.items() if is_there)
+    return sum(FEATURES[name] for name, is_there in wanted.items() if is_there)
 
 
 def tensor(array: npt.NDArray[Any], kind: str) -> torch.Tensor:
