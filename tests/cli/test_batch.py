@@ -30,7 +30,7 @@ LINES = (
     {"prompt": "Hello", "max_new_tokens": 1},
     {"prompt": "12345678", "temperature": 1.0, "min_p": 0.01, "seed": 0},
     {"prompt": "x", "repetition_penalty": 2.0, "stop": "e"},
-    {"prompt": "Hello", "temperature": 2.0, "seed": 4},
+    {"prompt": "Hello", "temperature": 2.0, "seed": 22},
 )
 
 
