@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 DEMO := demo/smollm2
-NATIVE_SOURCES := CMakeLists.txt $(shell find custom_ops runtime/native -type f -not -name '*.py')
+NATIVE_SOURCES := CMakeLists.txt $(shell find custom_ops runtime/native -type f -not -name '*.py*')
 PYTHON_FOLDERS := src converter runtime custom_ops tests recipes
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
@@ -49,6 +49,7 @@ test-kinds: $(VENV)/.dev  ## tests that trace and export tiny decoders of every 
 test-kernels: $(VENV)/.dev  ## compile CUDA kernels, and run them in Triton's interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "kernels and not slow"
 
+# In the second pytest Python is not instrumented and frees little at its end: no leaks there.
 test-native: $(VENV)/.dev  ## C++ tests and the native runtime under ASan, UBSan and TSan
 	@command -v cmake >/dev/null || $(PIP) cmake
 	export PATH="$$PATH:$(CURDIR)/$(BIN)" FLAGS="-S . -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVCONV_WERROR=ON" \
@@ -58,7 +59,6 @@ test-native: $(VENV)/.dev  ## C++ tests and the native runtime under ASan, UBSan
 	  && cmake --build build/thread --parallel --target kvconv_runtime
 	KVCONV_SANITIZED=build/sanitize KVCONV_THREAD_SANITIZED=build/thread \
 	  $(BIN)/python -m pytest -q tests/runtime/native/test_native_sanitizers.py
-	# Python is not instrumented and frees little at its end: leaks are looked for above only.
 	KVCONV_SANITIZED=build/sanitize ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(BIN)/python -m pytest -q tests/runtime/native --ignore tests/runtime/native/test_native_sanitizers.py

@@ -33,8 +33,8 @@ class DeviceCache(SharedBufferCache):
         device: ONNX Runtime's name of the device: `cuda`, or `cpu` for tests.
 
     Attributes:
-        graph_id: Names the CUDA graph of this cache's steps: a graph reads the addresses that it
-            was captured with.
+        graph_id: Names the CUDA graph of this cache's steps. A graph reads and writes the addresses
+            that it was captured with, so all steps of a cache have the same (`step_value`).
 
     Raises:
         KvconvError: The device has no room for it.
@@ -51,6 +51,7 @@ class DeviceCache(SharedBufferCache):
     ) -> None:
         self.device = device
         self.graph_id = next(_graph_ids)
+        self._step_values: dict[str, onnxruntime.OrtValue] = {}
         super().__init__(layers, batch_size, capacity, new_binding, has_length=True)
 
     def _allocate_buffers(self) -> None:
@@ -92,6 +93,23 @@ class DeviceCache(SharedBufferCache):
             target.update_inplace(source)
         copy._length, copy._most_written = self._length, self._most_written
         return copy
+
+    def step_value(
+        self, name: str, shape: tuple[int, ...], element_type: int
+    ) -> onnxruntime.OrtValue:
+        """Return the tensor that all steps of this cache bind to a name of the graph.
+
+        Args:
+            name: Of an input or output.
+            shape: Its dimensions, the same at every call.
+            element_type: Of ONNX's TensorProto.
+
+        Raises:
+            KvconvError: The device has no room for it.
+        """
+        if name not in self._step_values:
+            self._step_values[name] = self.new_value(shape, element_type)
+        return self._step_values[name]
 
     def new_value(self, shape: tuple[int, ...], element_type: int) -> onnxruntime.OrtValue:
         """Allocate a tensor on the device; its content is undefined.

@@ -54,15 +54,17 @@ class DeviceStep(DecodeStep):
         )
         self._graph_id = cache.graph_id
         self._execute_graph = execute
-        rows = (cache.batch_size, 1)
-        self._copies = [(self._ids, cache.new_value(rows, _INT64))]
-        cache.arrays.bind_value(names.INPUT_IDS, self._copies[0][1])
+        given = {names.INPUT_IDS: self._ids}
         if has_positions:
-            self._copies.append((self._positions, cache.new_value(rows, _INT64)))
-            cache.arrays.bind_value(names.POSITION_IDS, self._copies[1][1])
-        self._device_mask = cache.new_value(attention_mask.shape, _INT64)
+            given[names.POSITION_IDS] = self._positions
+        self._copies = []
+        for name, numbers in given.items():
+            value = cache.step_value(name, (cache.batch_size, 1), _INT64)
+            cache.arrays.bind_value(name, value)
+            self._copies.append((numbers, value))
+        self._device_mask = cache.step_value(names.ATTENTION_MASK, attention_mask.shape, _INT64)
         self._device_mask.update_inplace(attention_mask)
-        self._device_logits = cache.new_value(logits.shape, _FLOAT32)
+        self._device_logits = cache.step_value(names.LOGITS, logits.shape, _FLOAT32)
         cache.arrays.bind_value(names.LOGITS, self._device_logits, is_output=True)
         self._changes = cache.arrays.changes
 

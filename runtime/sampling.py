@@ -240,8 +240,9 @@ class MinP:
 
 def _weights(logits: Logits) -> npt.NDArray[np.float64]:
     """Return probabilities in parts of the largest."""
-    weights = np.subtract(logits, logits.max(), dtype=np.float64)
-    return np.exp(weights, out=weights)
+    weights: npt.NDArray[np.float64] = np.subtract(logits, logits.max(), dtype=np.float64)
+    np.exp(weights, out=weights)
+    return weights
 
 
 def _draw(weights: npt.NDArray[np.float64], uniform: float) -> int:

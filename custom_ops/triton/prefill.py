@@ -18,17 +18,30 @@ from kvconv.custom_ops.triton.rows import (
 from kvconv.custom_ops.triton.scores import attend_tile, with_sink
 
 
+@triton.constexpr_function
+def without_mask(features: int) -> int:
+    """Return the features of tiles that the mask does not touch."""
+    return features & ~4
+
+
 @triton.jit
 def attend_slots(
-    first, last, end, queries, own, heads, bias_rows, is_query,
+    first, num_first, second, num_tiles, end, queries, own, heads, bias_rows, is_query,
     present_key, present_value, present_key_scale, present_value_scale, mask, attention_bias,
     alibi_slopes, bias_stride_slot, mask_width, window_size, capacity, scale, softcap,
     maximum, total, accumulator,
     HEAD_DIM: tl.constexpr, VALUE_HEAD_DIM: tl.constexpr, FEATURES: tl.constexpr,
     CACHE_BITS: tl.constexpr, TILE_N: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Take the slots [first, last), of those before `end`, into the softmax."""
-    for start in range(first, last, TILE_N):
+    """Take `num_tiles` tiles of slots before `end` into the softmax.
+
+    The first `num_first` begin at `first`, the others at `second`.
+    """
+    # Few tiles are edges: loads in flight there would only take registers from the others.
+    for tile in tl.range(0, num_tiles, num_stages=1 if IS_EDGE else None):
+        start = first + tile * TILE_N
+        if IS_EDGE:
+            start = tl.where(tile < num_first, start, second + (tile - num_first) * TILE_N)
         slots = start + tl.arange(0, TILE_N)
         rows = slots % capacity if has(FEATURES, "ring") else slots
         maximum, total, accumulator = attend_tile(
@@ -100,36 +113,35 @@ def prefill_kernel(
     if has(FEATURES, "window"):
         first = tl.maximum(past + first_token - window_size + 1, 0) // TILE_N * TILE_N
         whole = tl.maximum(past + first_token + TILE_M - window_size, 0)
-        whole = (whole + TILE_N - 1) // TILE_N * TILE_N
+    if has(FEATURES, "mask"):
+        # Padding is at the front: what lies behind the last hole needs no mask.
+        whole_end = tl.minimum(whole_end, mask_width)
+        hole = tl.full((), -1, tl.int32)
+        for start in range(first, whole_end, 1024):
+            slots = start + tl.arange(0, 1024)
+            is_hole = tl.load(mask + slots, mask=slots < whole_end, other=1) == 0
+            hole = tl.maximum(hole, tl.max(tl.where(is_hole, slots, -1), axis=0))
+        whole = tl.maximum(whole, hole + 1)
+    whole = (whole + TILE_N - 1) // TILE_N * TILE_N
     whole_end = tl.maximum(whole_end // TILE_N * TILE_N, first)
     whole = tl.minimum(tl.maximum(whole, first), whole_end)
+    num_first = (whole - first) // TILE_N
+    num_edges = num_first + tl.maximum(0, (last - whole_end + TILE_N - 1) // TILE_N)
 
     maximum = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     accumulator = tl.zeros((TILE_M, padded(VALUE_HEAD_DIM)), tl.float32)
-    if has(FEATURES, "window"):
+    for part in tl.static_range(2):
         maximum, total, accumulator = attend_slots(
-            first, whole, end, queries, own, heads, bias_rows, is_query,
+            whole if part == 0 else first, 0 if part == 0 else num_first, whole_end,
+            (whole_end - whole) // TILE_N if part == 0 else num_edges, end,
+            queries, own, heads, bias_rows, is_query,
             present_key, present_value, present_key_scale, present_value_scale, mask,
             attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
             scale, softcap, maximum, total, accumulator,
-            HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
+            HEAD_DIM, VALUE_HEAD_DIM, without_mask(FEATURES) if part == 0 else FEATURES,
+            CACHE_BITS, TILE_N, part == 1,
         )  # fmt: skip
-    maximum, total, accumulator = attend_slots(
-        whole, whole_end, end, queries, own, heads, bias_rows, is_query,
-        present_key, present_value, present_key_scale, present_value_scale, mask,
-        attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
-        scale, softcap, maximum, total, accumulator,
-        HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, False,
-    )  # fmt: skip
-    maximum, total, accumulator = attend_slots(
-        whole_end, last, end, queries, own, heads, bias_rows, is_query,
-        present_key, present_value, present_key_scale, present_value_scale, mask,
-        attention_bias, alibi_slopes, bias_stride_slot, mask_width, window_size, capacity,
-        scale, softcap, maximum, total, accumulator,
-        HEAD_DIM, VALUE_HEAD_DIM, FEATURES, CACHE_BITS, TILE_N, True,
-    )  # fmt: skip
-
     if has(FEATURES, "sink"):
         sinks = tl.load(head_sink + heads)
         total, accumulator = with_sink(sinks, maximum, total, accumulator)

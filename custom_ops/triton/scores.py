@@ -43,8 +43,8 @@ def attend_tile(
     # What no query sees is not read: it may be anything.
     READS_PART: tl.constexpr = IS_EDGE or has(FEATURES, "mask")
     keys = load_cache(
-        present_key, present_key_scale, rows, is_row, DTYPE, TILE_N, HEAD_DIM, CACHE_BITS, True,
-        READS_PART,
+        present_key, present_key_scale, rows, is_slot, DTYPE, TILE_N, HEAD_DIM, CACHE_BITS, True,
+        IS_EDGE,
     )  # fmt: skip
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if has(FEATURES, "softcap"):

@@ -2,5 +2,5 @@
 # build.sh OUT: the program, linked with the kvconv that is installed (KVCONV: its command).
 set -eu
 here=$(dirname "$0")
-native=$("${KVCONV:-kvconv}" doctor --cmake-dir)/..
-"${CC:-cc}" -std=c99 -O2 -Wall -Wextra -pedantic ${CFLAGS:-} -I"$native/include" "$here/generate.c" -L"$native/../custom_ops" -lkvconv_runtime -Wl,-rpath,"$native/../custom_ops" -pthread -o "$1"
+native=$(cd "$("${KVCONV:-kvconv}" doctor --cmake-dir)/.." && pwd)
+"${CC:-cc}" -std=c99 -O2 -Wall -Wextra -pedantic ${CFLAGS:-} -I"$native/include" "$here/generate.c" -L"${native%/*}/custom_ops" -lkvconv_runtime -Wl,-rpath,"${native%/*}/custom_ops" -pthread -o "$1"

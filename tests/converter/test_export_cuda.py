@@ -123,6 +123,38 @@ def test_moved_bundle_runs_on_a_device_as_on_the_cpu(bundle, tmp_path):
     assert caches[0].nbytes == caches[1].nbytes
 
 
+def test_steps_of_a_cache_share_their_addresses_as_a_captured_graph_needs(bundle):
+    session = Session(Bundle.open(bundle), threads=1)
+    session._device = "cpu"
+    cache, other = session.new_cache(1, 20), session.new_cache(1, 20)
+    mask = np.ones((1, 20), np.int64)
+    graph_ids, bound = [], []
+
+    def steps(cache):
+        logits = session.run(cache, [TOKENS[:3]])
+        step = session.decode_step(cache, mask, logits)
+
+        def execute(binding, graph_id):
+            graph_ids.append(graph_id)
+            values = [value for _, value in step._copies]
+            values += [step._device_mask, step._device_logits, cache._device_length]
+            bound.append([value.data_ptr() for value in values])
+            session._execute(binding, graph_id)
+
+        step._execute_graph = execute
+        return [step.run([token]).copy() for token in (7, 8)]
+
+    first, alone = steps(cache), steps(other)
+    cache.rewind(0)
+    again = steps(cache)
+    assert np.array_equal(first, again)
+    assert np.array_equal(first, alone)
+    assert graph_ids[:2] == graph_ids[4:] == [cache.graph_id] * 2
+    assert graph_ids[2:4] == [other.graph_id] * 2 != [cache.graph_id] * 2
+    assert bound[0] == bound[1] == bound[4] == bound[5]
+    assert not set(bound[0]) & set(bound[2])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -5,7 +5,6 @@
 
 import ctypes.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -85,8 +84,9 @@ def test_programs_print_the_text_and_serve_users(bundle, python, program):
         pytest.skip("the tokenizer library of PyPI needs libpython, which is not installed")
     text = "".join(python.stream(PROMPTS[1], SamplingParams(max_new_tokens=12)))
     assert run(program, bundle, PROMPTS[1], 12) == text
-    transcripts = run(program, "--users", bundle)
-    assert len(re.findall("user \\d:|What is my name", transcripts)) in (2, 4)
+    if program.name != "embed-c":  # which runs users under the sanitizers, on a tiny bundle
+        num_users = {"embed-cpp": 4, "embed-csharp": 2}[program.name]
+        assert run(program, "--users", bundle).count("What is my name?") == num_users
 
 
 def test_c_program_needs_no_python(bundle, tmp_path):

@@ -21,6 +21,7 @@ constexpr std::size_t kImageAlignment = 64;
 constexpr std::size_t kMaxArguments = 64;
 constexpr std::size_t kFunctionBytes = 96;
 constexpr std::size_t kMaxWarps = 32;
+constexpr int kLeastCapability = 80;  // what Triton's kernels need
 constexpr const char* kRemedy = " Run `kvconv build` on the bundle again, or export it again.";
 
 [[noreturn]] void refuse_pack(const std::string& what) {
@@ -162,6 +163,17 @@ Kernel read_entry(std::span<const std::uint8_t> entry, std::size_t index, std::s
 
 }  // namespace
 
+std::string capability_text(int capability) { return text(capability / 10, ".", capability % 10); }
+
+std::string remedy(const Device& device) {
+  if (device.compute_capability < kLeastCapability) {
+    return text("kvconv's kernels need ", capability_text(kLeastCapability),
+                " or newer: use the CPU.");
+  }
+  return text("Run `kvconv build BUNDLE --gpu sm_", device.compute_capability,
+              "`, or use the CPU.");
+}
+
 std::string variant_text(const Variant& variant) {
   static constexpr std::array kinds = {"append", "prefill", "decode", "combine"};
   std::string result =
@@ -241,11 +253,10 @@ std::size_t KernelPack::find(const Variant& variant, const Device& device) const
     refuse(text("the kernel pack has no ", variant_text(variant),
                 ". Run `kvconv build` on the bundle again, or use the CPU."));
   }
-  refuse(text("this GPU has compute capability ", device.compute_capability / 10, ".",
-              device.compute_capability % 10, " and ", device.max_shared_bytes,
+  refuse(text("this GPU has compute capability ", capability_text(device.compute_capability),
+              " and ", device.max_shared_bytes,
               " bytes of shared memory for a block; the kernel pack has ", gpus_text(), " of ",
-              variant_text(variant), ". Run `kvconv build BUNDLE --gpu sm_",
-              device.compute_capability, "`, or use the CPU."));
+              variant_text(variant), ". ", remedy(device)));
 }
 
 std::string KernelPack::gpus_text() const {
@@ -258,7 +269,7 @@ std::string KernelPack::gpus_text() const {
     if (!result.empty()) result += ", ";
     result += format == static_cast<int>(ImageFormat::kCubin)
                   ? text("sm_", capability)
-                  : text("PTX from ", capability / 10, ".", capability % 10);
+                  : text("PTX from ", capability_text(capability));
   }
   return result.empty() ? "no kernels" : result;
 }

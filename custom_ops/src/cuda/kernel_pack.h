@@ -117,6 +117,12 @@ struct Device {
   unsigned max_shared_bytes = 0;  // of a block, at most
 };
 
+// 86 is 8.6.
+std::string capability_text(int capability);
+
+// What helps where the pack has no kernel for a device.
+std::string remedy(const Device& device);
+
 class KernelPack {
  public:
   // Copies and checks the whole file; throws CudaError where anything is not as it was written.

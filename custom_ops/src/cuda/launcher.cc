@@ -215,10 +215,9 @@ void Launcher::require_types(DataType activation_type, DataType cache_type) cons
            kernel.variant.cache_type == cache_type && KernelPack::runs_on(kernel, device_);
   });
   if (has_kernel) return;
-  const int capability = device_.compute_capability;
   refuse(text("the kernel pack (", pack_.gpus_text(), ") has no kernel of this node's types for ",
-              "this GPU, whose compute capability is ", capability / 10, ".", capability % 10,
-              ". Run `kvconv build BUNDLE --gpu sm_", capability, "`, or use the CPU."));
+              "this GPU, whose compute capability is ", capability_text(device_.compute_capability),
+              ". ", remedy(device_)));
 }
 
 void Launcher::run(const Run& run, Scratch& scratch) const {

@@ -10,21 +10,21 @@ namespace kvconv::runtime {
 
 KvCache::KvCache(const Manifest& manifest, std::int64_t capacity, ort::IoBinding* binding)
     : capacity_(capacity), has_shared_buffer_(manifest.has_shared_buffer()), binding_(binding) {
-  bool has_rings = false;
   for (std::size_t i = 0; i < manifest.cache_layers.size(); ++i) {
     const CacheLayer& layer = manifest.cache_layers[i];
     for (const StoredTensor& tensor : layer.stored_tensors()) {
       slots_.push_back({tensor, &layer, text("past_key_values.", i, ".", tensor.name),
                         text("present.", i, ".", tensor.name)});
     }
-    has_rings |= layer.capacity.has_value();
     // A cache of fewer tokens than a ring has slots never loses one.
     if (layer.slack() && layer.slots(capacity) < capacity)
       rings_.emplace_back(layer.slots(capacity), *layer.slack());
   }
   pasts_ = new_tensors(has_shared_buffer_ ? capacity : 0);
   if (has_shared_buffer_) bind(pasts_, pasts_);
-  if (has_rings) {
+  // Graphs with rings take it, and those for CUDA.
+  const auto& inputs = manifest.inputs;
+  if (std::find(inputs.begin(), inputs.end(), "past_sequence_length") != inputs.end()) {
     past_length_value_ = make_value(&past_length_, sizeof(past_length_), {1}, ort::kInt32);
     check(ort::bind_input(onnxruntime().api, binding_, "past_sequence_length",
                           past_length_value_.get()));

@@ -128,7 +128,7 @@ Manifest read_fields(const Json& document, const std::filesystem::path& folder) 
        "eos_token_ids",  "bos_token_id",   "pad_token_id", "cache_layers", "inputs",
        "outputs",        "rewrites",       "files",        "refusals",     "verification",
        "kvconv_version", "format_version", kChecksumKey},
-      {"quantization", "run_sizes"});
+      {"quantization", "run_sizes", "kernels"});
   Manifest manifest;
   manifest.folder = folder;
   manifest.source_model =

@@ -14,8 +14,8 @@
 
 namespace kvconv::runtime {
 
-inline constexpr std::int64_t kFormatVersion = 5;
-inline constexpr std::int64_t kOpVersion = 3;
+inline constexpr std::int64_t kFormatVersion = 6;
+inline constexpr std::int64_t kOpVersion = 4;
 inline constexpr std::int64_t kFloatCachesOpVersion = 2;
 inline constexpr std::string_view kModelFile = "model.onnx";
 inline constexpr std::string_view kWeightsFile = "model.onnx.data";

@@ -22,28 +22,37 @@ struct Candidates {
 
 // Returns the place of the largest number, the first of equals; of a NaN where there is one.
 std::size_t place_of_largest(std::span<const float> numbers) {
-  // Lanes side by side, so that the compiler takes vectors.
-  std::array<float, 16> largest;
-  largest.fill(-std::numeric_limits<float>::infinity());
-  std::array<int, 16> is_nan{};
-  std::size_t i = 0;
-  for (; i + largest.size() <= numbers.size(); i += largest.size()) {
-    for (std::size_t lane = 0; lane < largest.size(); ++lane) {
-      const float number = numbers[i + lane];
+  constexpr std::size_t kLanes = 16, kBlock = 64 * kLanes;
+  float best = -std::numeric_limits<float>::infinity();
+  std::size_t best_start = 0;
+  for (std::size_t start = 0; start < numbers.size(); start += kBlock) {
+    const auto block = numbers.subspan(start, std::min(kBlock, numbers.size() - start));
+    // Lanes side by side, so that the compiler takes vectors.
+    std::array<float, kLanes> largest;
+    largest.fill(-std::numeric_limits<float>::infinity());
+    std::array<int, kLanes> is_nan{};
+    const auto take = [&](std::size_t lane, float number) {
       largest[lane] = number > largest[lane] ? number : largest[lane];
       is_nan[lane] |= number != number;
+    };
+    const std::size_t whole = block.size() / kLanes * kLanes;
+    for (std::size_t i = 0; i < whole; i += kLanes) {
+      for (std::size_t lane = 0; lane < kLanes; ++lane) take(lane, block[i + lane]);
+    }
+    for (std::size_t i = whole; i < block.size(); ++i) take(0, block[i]);
+    if (std::any_of(is_nan.begin(), is_nan.end(), [](int found) { return found != 0; })) {
+      const auto is_number = [](float number) { return number == number; };
+      return start + static_cast<std::size_t>(
+                         std::find_if_not(block.begin(), block.end(), is_number) - block.begin());
+    }
+    const float block_best = *std::max_element(largest.begin(), largest.end());
+    if (block_best > best) {
+      best = block_best;
+      best_start = start;
     }
   }
-  for (; i < numbers.size(); ++i) {
-    largest[0] = numbers[i] > largest[0] ? numbers[i] : largest[0];
-    is_nan[0] |= numbers[i] != numbers[i];
-  }
-  const float wanted = *std::max_element(largest.begin(), largest.end());
-  const bool has_nan =
-      std::any_of(is_nan.begin(), is_nan.end(), [](int found) { return found != 0; });
-  const auto found = std::find_if(numbers.begin(), numbers.end(), [&](float number) {
-    return has_nan ? number != number : number == wanted;
-  });
+  const auto found =
+      std::find(numbers.begin() + static_cast<std::ptrdiff_t>(best_start), numbers.end(), best);
   return static_cast<std::size_t>(found - numbers.begin());
 }
 

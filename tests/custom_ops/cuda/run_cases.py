@@ -57,8 +57,11 @@ CASES = {
 }
 
 
-FEW = ("decode", "no past", "packed", "sinks decode", "window", "float16")
-"""Cases of the kernels that take long."""
+CASES_OF_MODES = {
+    "numpy": tuple(CASES),
+    "interpreter": ("decode", "no past", "packed", "sinks decode", "window", "float16"),
+    "compiled": ("packed decode", "float16"),  # some seconds a kernel
+}
 
 
 class Memory:
@@ -276,7 +279,7 @@ def main() -> None:
     shim = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
     shim.kvconv_shim_complaints.restype = ctypes.c_char_p
     mode = sys.argv[2]
-    for name in CASES if mode == "numpy" else FEW:
+    for name in CASES_OF_MODES[mode]:
         case = CASES[name]
         launched = run(case, shim, mode)
         wanted = ["append", "decode", "combine"] if case.new == 1 else ["append", "prefill"]

@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvconv import custom_ops, manifest, names
-from kvconv.manifest import read_manifest
-from kvconv.runtime import SamplingParams
+from kvconv.errors import NotEnoughMemoryError
+from kvconv.manifest import RunSizes, read_manifest
+from kvconv.runtime import Bundle, SamplingParams
+from kvconv.runtime import Session as PythonSession
 from kvconv_c import Generator, Library, Model, NativeError, Sampling, Stats
 from tiny_bundle import VOCAB_SIZE, TinyDecoder, write_bundle
 
@@ -275,6 +278,24 @@ def _sign(path: Path, document: dict) -> None:
     document["manifest_sha256"] = "0" * 64
     text = json.dumps(document)
     path.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest()))
+
+
+@pytest.mark.parametrize("what", ["weights", "run"])
+def test_what_memory_cannot_hold_is_refused_with_the_numbers_of_python(library, spoilt, what):
+    sizes = {"weights": RunSizes(2, 16, 2**50), "run": RunSizes(2, 2**38, 0)}[what]
+    dataclasses.replace(read_manifest(spoilt), run_sizes=sizes).write(spoilt)
+
+    def native() -> None:
+        library.open(spoilt, threads=1).generator(32)
+
+    code, text = code_of(native)
+    assert code == "NOT_ENOUGH_MEMORY"
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        PythonSession(Bundle.open(spoilt), threads=1).new_cache(1, 32)
+    numbers = [re.findall(r"[\d,]{4,}", each) for each in (text, str(caught.value))]
+    assert numbers[0][:-1] == numbers[1][:-1]  # what is free may have changed meanwhile
+    free = [int(found[-1].replace(",", "")) for found in numbers]
+    assert abs(free[0] - free[1]) < 2**30
 
 
 def test_bundle_may_be_moved(library, bundle, tmp_path):
