@@ -31,7 +31,7 @@ ATTENTIONS = [
     Attention(FLOAT16, FLOAT16, 256, 256, 4, 256, LLAMA | Feature.WINDOW | Feature.RING),
 ]
 """Widths of heads and types of caches that models have, most with what Llama's nodes have."""
-EVERYWHERE = [attention for attention in ATTENTIONS if attention.cache_type == FLOAT16][:2]
+EVERYWHERE = [attention for attention in ATTENTIONS if attention.cache_type == FLOAT16][:1]
 """Those compiled for all GPUs and as PTX; the others for `SOME_GPUS`, which differ most."""
 SOME_GPUS = ("sm_86", "sm_90")
 
