@@ -172,7 +172,9 @@ def _prefill_tile(width: int, gpu: Gpu, *, wide_elements: bool) -> Tile:
     large = gpu.max_shared_bytes >= 163 * _KIB
     hopper = _is_hopper(gpu)
     if wide_elements:
-        return Tile(64, 32, 4, 2) if width <= 128 else Tile(32, 16, 4, 1)
+        if width > 128:
+            return Tile(32, 16, 4, 1)
+        return Tile(64 if large or width <= 64 else 32, 32, 4, 2)
     if width <= 64:
         return Tile(128, 128 if hopper else 64, 8, 3 if large and not hopper else 2)
     if width <= 128:
