@@ -238,9 +238,8 @@ def load_rows(
             )
         else:
             x = tl.load(pointers)
-        if CACHE_BITS == 0:
-            return x
-        numbers = int8_to_float16(x)
+        # One return for all: with several, Triton compares their types, compiled or not.
+        numbers = x if CACHE_BITS == 0 else int8_to_float16(x)
     else:
         GROUPS: tl.constexpr = num_groups(WIDTH)
         PADDED_GROUPS: tl.constexpr = padded_groups(WIDTH)

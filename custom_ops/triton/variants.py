@@ -157,21 +157,31 @@ def choose_tile(kind: Kind, attention: Attention, gpu: Gpu) -> Tile:
             slots //= 2
         group = max(16, 1 << (attention.group - 1).bit_length())
         return Tile(group, slots, 4, 2 if attention.cache_type in CACHE_BITS else 3)
+    if width > 128 and attention.cache_type in CACHE_BITS:
+        # Unpacking codes takes registers that wider tiles would spill.
+        return Tile(64 if _is_hopper(gpu) else 32, 32, 8, 2)
     return _prefill_tile(width, gpu, wide_elements=wide_elements)
+
+
+def _is_hopper(gpu: Gpu) -> bool:
+    """Return whether products of whole warp groups, and much shared memory, are to be had."""
+    return gpu.compute_capability in (90, 100)
 
 
 def _prefill_tile(width: int, gpu: Gpu, *, wide_elements: bool) -> Tile:
     large = gpu.max_shared_bytes >= 163 * _KIB
-    hopper = gpu.compute_capability in (90, 100)
+    hopper = _is_hopper(gpu)
     if wide_elements:
-        return Tile(64, 32, 4, 2) if width <= 128 else Tile(32, 16, 4, 1)
+        if width > 128:
+            return Tile(32, 16, 4, 1)
+        return Tile(64 if large or width <= 64 else 32, 32, 4, 2)
     if width <= 64:
         return Tile(128, 128 if hopper else 64, 8, 3 if large and not hopper else 2)
     if width <= 128:
         if hopper:
             return Tile(128, 128, 8, 2)
         return Tile(128, 32 if gpu.compute_capability == 86 else 64, 8, 3 if large else 2)
-    return Tile(128, 64, 8, 2) if hopper else Tile(64, 32, 4 if large else 8, 2)
+    return Tile(64, 64 if hopper else 32, 8, 2)
 
 
 class Variant(NamedTuple):

@@ -31,9 +31,9 @@ ATTENTIONS = [
     Attention(FLOAT16, FLOAT16, 256, 256, 4, 256, LLAMA | Feature.WINDOW | Feature.RING),
 ]
 """Widths of heads and types of caches that models have, most with what Llama's nodes have."""
-EVERYWHERE = [attention for attention in ATTENTIONS if attention.cache_type == FLOAT16][:2]
-"""Those compiled for all GPUs and as PTX; the others for `SOME_GPUS`, which differ most."""
-SOME_GPUS = ("sm_86", "sm_90")
+EVERYWHERE = [attention for attention in ATTENTIONS if attention.cache_type == FLOAT16][:1]
+"""Those compiled for all GPUs and as PTX; of the others prefill and decode for `ONE_GPU`."""
+ONE_GPU = "sm_90"
 
 HEADER = """# CUDA kernels
 
@@ -60,7 +60,7 @@ def main() -> None:
         variant
         for variant in list_variants(ATTENTIONS, GPUS)
         if variant.attention in EVERYWHERE
-        or (variant.gpu in [GPUS[gpu] for gpu in SOME_GPUS] and not variant.is_ptx)
+        or (variant.gpu == GPUS[ONE_GPU] and variant.kind in (Kind.PREFILL, Kind.DECODE))
     ]
     compiled = sorted(compile_variants(variants), key=lambda kernel: variants.index(kernel.variant))
     print(HEADER.format(spill=MAX_SPILL_BYTES), end="")

@@ -8,7 +8,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra `build` is not installed")
 
-from kvconv.custom_ops.triton.compile import compile_variant, load_kernel, set_environment
+from kvconv.custom_ops.triton.compile import (
+    MAX_SPILL_BYTES,
+    compile_variant,
+    load_kernel,
+    set_environment,
+)
 from kvconv.custom_ops.triton.variants import GPUS, PTX_GPU, Attention, Feature, Kind, Variant
 from kvconv.errors import ExportError
 
@@ -48,6 +53,15 @@ def test_kernels_declare_all_that_variants_take_in_their_order(kind, cache):
     assert len(parameters) - len(variant.constants) - len(taken) == (
         0 if cache == 2 else len(set(parameters) & {"present_key_scale", "present_value_scale"})
     )
+
+
+@pytest.mark.parametrize("kind", [Kind.APPEND, Kind.DECODE, Kind.PREFILL])
+@pytest.mark.parametrize("types", [(1, 1), (16, 16), (16, 2), (1, 3)])
+def test_kernels_of_other_types_compile_and_fit_the_smallest_gpu(kind, types):
+    attention = ATTENTION._replace(activation_type=types[0], cache_type=types[1])
+    compiled = compile_variant(Variant(kind, attention, GPUS["sm_86"]))
+    assert compiled.function == f"{kind.name.lower()}_kernel"
+    assert compiled.spill_bytes <= MAX_SPILL_BYTES
 
 
 def target_of(cubin):
