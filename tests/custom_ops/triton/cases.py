@@ -255,8 +255,8 @@ def cases() -> dict[str, Any]:
                 case, holes
             )
             windowed = dataclasses.replace(case, window=2 * TILE + 5)
-            made[f"{kind}: window, holes at {holes}"] = (
-                lambda case=windowed, holes=holes: hole_case(case, holes)
+            made[f"{kind}: window, holes at {holes}"] = lambda case=windowed, holes=holes: (
+                hole_case(case, holes)
             )
         far = dataclasses.replace(base, batch=1, past=1100, padding="", poison=False)
         made[f"{kind}: hole beyond a scan"] = lambda case=far: hole_case(case, (1030,))
