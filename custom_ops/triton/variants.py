@@ -157,7 +157,11 @@ def choose_tile(kind: Kind, attention: Attention, gpu: Gpu) -> Tile:
             slots //= 2
         group = max(16, 1 << (attention.group - 1).bit_length())
         return Tile(group, slots, 4, 2 if attention.cache_type in CACHE_BITS else 3)
-    return _prefill_tile(width, gpu, wide_elements=wide_elements)
+    tile = _prefill_tile(width, gpu, wide_elements=wide_elements)
+    if attention.features & Feature.BIAS:
+        # The addresses of a tile of the bias take registers that larger tiles do not have.
+        tile = tile._replace(n=min(tile.n, 64 if width <= 64 else 32))
+    return tile
 
 
 def _prefill_tile(width: int, gpu: Gpu, *, wide_elements: bool) -> Tile:
