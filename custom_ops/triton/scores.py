@@ -36,6 +36,8 @@ def attend_tile(
         IS_EDGE: Whether some slots are not there, or not seen by some queries.
     """
     DTYPE: tl.constexpr = queries.dtype
+    # The bias may be no wider than the mask, and the cache's length is the device's word alone.
+    inside = is_slot
     is_row = is_slot
     if has(FEATURES, "mask"):
         inside = is_slot & (slots < mask_width)
@@ -56,7 +58,7 @@ def attend_tile(
         scores += slopes[:, None] * (slots[None, :] - own[:, None]).to(tl.float32)
     if has(FEATURES, "bias"):
         pointers = attention_bias + bias_rows[:, None] + slots[None, :] * bias_stride_slot
-        is_bias = is_query[:, None] & is_slot[None, :]
+        is_bias = is_query[:, None] & inside[None, :]
         scores += tl.load(pointers, mask=is_bias, other=0.0).to(tl.float32)
     scores = scores * LOG2_E
     if READS_PART:

@@ -159,8 +159,13 @@ def choose_tile(kind: Kind, attention: Attention, gpu: Gpu) -> Tile:
         return Tile(group, slots, 4, 2 if attention.cache_type in CACHE_BITS else 3)
     if width > 128 and attention.cache_type in CACHE_BITS:
         # Unpacking codes takes registers that wider tiles would spill.
-        return Tile(64 if _is_hopper(gpu) else 32, 32, 8, 2)
-    return _prefill_tile(width, gpu, wide_elements=wide_elements)
+        tile = Tile(64 if _is_hopper(gpu) else 32, 32, 8, 2)
+    else:
+        tile = _prefill_tile(width, gpu, wide_elements=wide_elements)
+    if attention.features & Feature.BIAS:
+        # The addresses of a tile of the bias take registers that larger tiles do not have.
+        tile = tile._replace(n=min(tile.n, 64 if width <= 64 else 32))
+    return tile
 
 
 def _is_hopper(gpu: Gpu) -> bool:

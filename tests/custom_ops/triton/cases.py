@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "widths differ": {"value_width": 32},
     "width 80": {"width": 80, "value_width": 48},
     "width 96": {"width": 96},
+    "width 192": {"width": 192, "value_width": 128},
     "rotary": {"rotary": "half"},
     "interleaved, partial": {"rotary": "interleaved", "rotary_dim": 8, "rotary_batch": 2},
     "half, partial": {"rotary": "half", "rotary_dim": 4, "rotary_batch": 2},
@@ -63,6 +64,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "bias": (1, 4, 5, 8), "padding": "holes", "width": 48,
     },
 }  # fmt: skip
+HOLES = ((0,), (TILE - 1,), (TILE,), (2 * TILE, 4 * TILE + 3), (0, 3 * TILE - 1))
 QUANTIZED: dict[str, dict[str, Any]] = {
     "plain": {},
     "float16": {"activation": "float16"},
@@ -156,6 +158,57 @@ def ring_case(case: Case, capacity: int) -> None:
             assert_close(row, cache[:, :, slot], "float32", f"present_{side} of slot {slot}")
 
 
+def quantized_ring_case(case: Case, capacity: int, bits: int) -> None:
+    """A ring holds the same codes as a cache that keeps every token, and gives the same output."""
+    inputs = make_inputs(case)
+    for side in ("key", "value"):
+        kind = {4: {"key": "int5", "value": "int4"}, 8: dict.fromkeys(("key", "value"), "int8")}
+        rows = quantized_rows.transform(inputs[f"past_{side}"])
+        codes, scales = quantized_rows.quantize(rows, kind[bits][side])
+        inputs[f"past_{side}"], inputs[f"past_{side}_scale"] = codes, scales
+    ring = dict(inputs)
+    names = [f"{side}{part}" for side in ("key", "value") for part in ("", "_scale")]
+    for name in names:
+        past = inputs[f"past_{name}"]
+        rows = np.full_like(past[:, :, :capacity], quantized_rows.NAN_BITS & 0x7F)
+        if name.endswith("scale"):
+            rows[:] = quantized_rows.NAN_BITS
+        for slot in range(max(0, case.past - capacity), case.past):
+            rows[:, :, slot % capacity] = past[:, :, slot]
+        ring[f"past_{name}"] = rows
+    wanted = interpreted.run(case, inputs, cache_bits=bits)
+    found = interpreted.run(case, ring, cache_bits=bits, ring=True)
+    assert_close(found["output"], wanted["output"].astype(np.float64), "float32", "output")
+    for name in names:
+        kept, whole = found[f"present_{name}"], wanted[f"present_{name}"]
+        for slot in range(max(0, case.total - capacity), case.total):
+            assert (kept[:, :, slot % capacity] == whole[:, :, slot]).all(), f"{name} of {slot}"
+
+
+def hole_case(case: Case, holes: tuple[int, ...]) -> None:
+    """Nothing but the given slots is masked, whatever tiles they lie in; NaN lies there."""
+    inputs = make_inputs(case)
+    mask = np.ones((case.batch, case.capacity), dtype=np.int64)
+    mask[0, list(holes)] = 0  # the other row of the batch has none
+    inputs["attention_mask"] = mask
+    for side in ("key", "value"):
+        inputs[f"past_{side}"][0, :, [hole for hole in holes if hole < case.past]] = np.nan
+    expected = expected_output(case, inputs, expected_caches(case, inputs))
+    found = interpreted.run(case, inputs)
+    assert_close(found["output"].reshape(expected.shape), expected, "float32", "output")
+
+
+def narrow_mask_case(case: Case, width: int) -> None:
+    """Slots behind the mask's columns are not attended, nor is the bias read there."""
+    inputs = make_inputs(case)
+    inputs["attention_mask"] = np.ones((case.batch, case.capacity), dtype=np.int64)
+    inputs["attention_mask"][:, width:] = 0
+    expected = expected_output(case, inputs, expected_caches(case, inputs))
+    inputs["attention_mask"] = np.ones((case.batch, width), dtype=np.int64)
+    found = interpreted.run(case, inputs)
+    assert_close(found["output"].reshape(expected.shape), expected, "float32", "output")
+
+
 def overflow_case() -> None:
     """Tokens that do not fit are dropped, and nothing beyond the cache is touched."""
     case = dataclasses.replace(BASE, padding="", poison=False, past=0, new=5, spare=0, batch=1)
@@ -191,6 +244,26 @@ def cases() -> dict[str, Any]:
         for past in (5, 30, 61):
             case = dataclasses.replace(base, window=8, past=past, poison=False)
             made[f"{kind}: ring after {past}"] = lambda case=case: ring_case(case, 19)
+        for bits in (8, 4):
+            case = dataclasses.replace(base, window=8, past=61, width=32, padding="", poison=False)
+            made[f"{kind}: int{bits}, ring"] = lambda case=case, bits=bits: quantized_ring_case(
+                case, 19, bits
+            )
+        case = dataclasses.replace(base, past=4 * TILE + 3, padding="", poison=False)
+        for holes in HOLES:
+            made[f"{kind}: holes at {holes}"] = lambda case=case, holes=holes: hole_case(
+                case, holes
+            )
+            windowed = dataclasses.replace(case, window=2 * TILE + 5)
+            made[f"{kind}: window, holes at {holes}"] = lambda case=windowed, holes=holes: (
+                hole_case(case, holes)
+            )
+        far = dataclasses.replace(base, batch=1, past=1100, padding="", poison=False)
+        made[f"{kind}: hole beyond a scan"] = lambda case=far: hole_case(case, (1030,))
+        narrow = dataclasses.replace(case, bias=(2, 4, 5, 8))
+        made[f"{kind}: mask narrower than the past"] = lambda case=narrow: narrow_mask_case(
+            case, 2 * TILE + 1
+        )
     for splits in (1, 7):
         made[f"decode: {splits} splits"] = lambda splits=splits: float_case(
             dataclasses.replace(STEP, spare=70), num_splits=splits
