@@ -74,9 +74,8 @@ def scores(
     a: Arguments, v: Variant, batch: int, slots: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray, npt.NDArray]:
     """Return scores [B, N, S, slots], -inf where unseen, and values [B, N, slots, Hv]."""
-    heads, kv_heads, new, capacity = (
-        a[name] for name in ("num_heads", "kv_num_heads", "sequence_length", "capacity")
-    )
+    heads, kv_heads, capacity = (a[name] for name in ("num_heads", "kv_num_heads", "capacity"))
+    new = a.get("sequence_length", 1)  # decode has one token and does not take its number
     assert heads == kv_heads * v.group
     past = int(a["past_sequence_length"][0])
     query = tokens(a["query"], a["query_token_stride"], (batch, new, heads, v.head_dim))
@@ -105,7 +104,7 @@ def scores(
         index = (
             b[:, None, None, None] * a["bias_stride_batch"]
             + h[:, None, None] * a["bias_stride_head"]
-            + q[:, None] * a["bias_stride_query"]
+            + q[:, None] * a.get("bias_stride_query", 0)
             + np.minimum(slots, past + new - 1) * a["bias_stride_slot"]
         )
         result += a["attention_bias"][index]
