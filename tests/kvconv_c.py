@@ -232,8 +232,9 @@ class Tokenizer:
             self.library.call("text_stream_push", handle, token_id, byref(text))
             pieces.append((text.value or b"").decode())
         self.library.call("text_stream_flush", handle, byref(text))
+        pieces.append((text.value or b"").decode())
         self.library.c.kvconv_text_stream_destroy(handle)
-        return [*pieces, (text.value or b"").decode()]
+        return pieces
 
     def _text(self, name: str, *arguments: Any) -> str:
         needed = ctypes.c_size_t()
