@@ -12,7 +12,11 @@
 
 namespace kvconv {
 
+#if defined(KVCONV_USE_VNNI)
 constexpr int kTileRows = 6;
+#else
+constexpr int kTileRows = 4;
+#endif
 
 using Words = __m512i;
 using Sums = __m512i;

@@ -140,7 +140,8 @@ void write_integer_tiles(const MatMulParams& p, const Pieces& pieces, const Acti
 // All activations by the panel of the weights whose first row is `column`, as they are stored.
 void multiply_stored(const MatMulParams& p, const Pieces& pieces, const Activations& a,
                      std::int64_t column) {
-  constexpr int kMaxRows = 4;
+  // The weights are read from memory: more rows than a register block pay, but not in plain code.
+  constexpr int kMaxRows = kTileRows == 2 ? 2 : 4;
   static_assert(kMaxFewRows % kMaxRows == 0);
   if (p.weights.bits == 4) {
     const StoredWeights<4> weights(p, pieces, column);
