@@ -7,8 +7,12 @@ import pytest
 from kvconv.converter import export
 from kvconv.converter.model_sizes import read_sizes
 from kvconv.manifest import read_manifest
+from kvconv.runtime import Bundle, Session
 from kvconv.verify import Verifier
-from tiny_decoders import save_tiny
+from kvconv.verify.checks import run_checks
+from kvconv.verify.pytorch import make_reference
+from tiny_decoders import save_tiny, tiny_model
+from wrong_bundles import copy_wrong, narrow_window
 
 pytestmark = pytest.mark.kinds
 
@@ -37,3 +41,16 @@ def test_prompt_that_fills_no_ring_is_named_as_not_checked(tmp_path: Path) -> No
     (sentence,) = report.verification.not_checked
     assert "40 tokens do not fill one of 260 slots" in sentence
     assert "--prompt-tokens 516" in sentence
+
+
+def test_ring_whose_window_misses_one_token_fails(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 4096}
+    model = str(save_tiny(tmp_path / "model", "mistral", **config))
+    export(model, tmp_path / "bundle")
+    wrong = copy_wrong(tmp_path / "bundle", tmp_path / "wrong", narrow_window)
+    reference = make_reference(
+        tiny_model("mistral", **config), None, prompt_tokens=700, max_sequence_length=4096
+    )
+    bundle = Bundle.open(wrong)
+    result = run_checks(Session(bundle, threads=1), bundle.manifest, reference)
+    assert not any(check.passed for check in result.checks)

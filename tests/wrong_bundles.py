@@ -41,6 +41,17 @@ def drop_window(folder: Path) -> None:
     _change_attention(folder, lambda node: _set_attribute(node, "window_size", 0))
 
 
+def narrow_window(folder: Path) -> None:
+    """Hide the oldest token of each window, which a ring still holds."""
+
+    def narrow(node: onnx.NodeProto) -> bool:
+        if not any(a.name == "cache_mode" and a.s == b"ring" for a in node.attribute):
+            return False
+        return _set_attribute(node, "window_size", _attribute(node, "window_size").i - 1)
+
+    _change_attention(folder, narrow)
+
+
 def drop_softcap(folder: Path) -> None:
     """Leave the scores as they are."""
     _change_attention(folder, lambda node: _set_attribute(node, "softcap", 0.0))
