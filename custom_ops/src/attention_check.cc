@@ -75,22 +75,6 @@ void check_types(const Checker& check, DataType activation_type, DataType cache_
   check.require_type(kPastSequenceLength, ort::kInt32);
 }
 
-const char* name_of(DataType cache_type) {
-  switch (cache_type) {
-    case DataType::kFloat16:
-      return "float16";
-    case DataType::kBFloat16:
-      return "bfloat16";
-    case DataType::kInt8:
-      return "int8";
-    case DataType::kInt4:
-    case DataType::kInt5:
-      return "int4";
-    default:
-      return "float32";
-  }
-}
-
 // Query, key and value as three tensors: sets H, Hv and where each one's heads are.
 void check_separate(const Checker& check, AttentionParams* p) {
   check.require_rank(kKey, 3, "[batch_size, sequence_length, kv_num_heads * head_dim]");

@@ -68,6 +68,22 @@ std::int64_t Shape::num_rows() const {
   return product;
 }
 
+const char* name_of(DataType type) {
+  switch (type) {
+    case DataType::kFloat16:
+      return "float16";
+    case DataType::kBFloat16:
+      return "bfloat16";
+    case DataType::kInt8:
+      return "int8";
+    case DataType::kInt4:
+    case DataType::kInt5:
+      return "int4";
+    default:
+      return "float32";
+  }
+}
+
 std::string shape_text(std::span<const std::int64_t> shape) {
   std::string result = "[";
   for (std::size_t i = 0; i < shape.size(); ++i) {

@@ -100,6 +100,9 @@ struct Tensor {
   const void* data = nullptr;  // may be null when the tensor has no elements
 };
 
+// "float16"; 4 and 5 bits are the two halves of an "int4" cache.
+const char* name_of(DataType type);
+
 // A shape as complaints spell it: [2, 3].
 std::string shape_text(std::span<const std::int64_t> shape);
 

@@ -6,7 +6,8 @@ import pytest
 
 from kvconv import names
 from kvconv.converter.genai_config import genai_config
-from kvconv.manifest import CacheLayer, Manifest, Source
+from kvconv.manifest import CacheLayer
+from scripted_session import MANIFEST
 
 LAYER = CacheLayer(2, 16, 16, "float32")
 
@@ -14,14 +15,8 @@ LAYER = CacheLayer(2, 16, 16, "float32")
 def manifest_of(layers, *more_inputs, **changes):
     caches = [f(i) for i in range(len(layers)) for f in (names.past_key, names.past_value)]
     inputs = (names.INPUT_IDS, names.ATTENTION_MASK, *more_inputs, *caches)
-    manifest = Manifest(
-        source=Source("m", "hub"),
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        attention="flash",
-        dtype="float32",
-        weights_dtype="float32",
-        opset=23,
+    manifest = replace(
+        MANIFEST,
         op_version=2,
         vocab_size=99,
         max_sequence_length=64,
@@ -30,9 +25,6 @@ def manifest_of(layers, *more_inputs, **changes):
         pad_token_id=0,
         cache_layers=tuple(layers),
         inputs=inputs,
-        outputs=(),
-        rewrites={},
-        files={},
     )
     return replace(manifest, **changes)
 

@@ -7,6 +7,7 @@
 #include <set>
 #include <string_view>
 
+#include "../op_support.h"
 #include "kvconv/text.h"
 #include "sha256.h"
 
@@ -72,22 +73,6 @@ std::optional<DataType> type_of(std::uint32_t onnx_type) {
       return DataType::kBFloat16;
     default:
       return std::nullopt;
-  }
-}
-
-const char* type_text(DataType type) {
-  switch (type) {
-    case DataType::kFloat16:
-      return "float16";
-    case DataType::kBFloat16:
-      return "bfloat16";
-    case DataType::kInt8:
-      return "int8";
-    case DataType::kInt4:
-    case DataType::kInt5:
-      return "int4";
-    default:
-      return "float32";
   }
 }
 
@@ -178,7 +163,7 @@ std::string variant_text(const Variant& variant) {
   static constexpr std::array kinds = {"append", "prefill", "decode", "combine"};
   std::string result =
       text(kinds[static_cast<std::size_t>(variant.kind) - 1], " of ",
-           type_text(variant.activation_type), " over ", type_text(variant.cache_type),
+           name_of(variant.activation_type), " over ", name_of(variant.cache_type),
            " caches, head_dim ", variant.head_dim, ", value_head_dim ", variant.value_head_dim,
            ", ", variant.group, " query heads a key/value head, rotary_dim ", variant.rotary_dim);
   static constexpr std::array features = {"rotary", "interleaved", "mask",   "bias", "alibi",
