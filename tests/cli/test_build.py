@@ -74,6 +74,8 @@ def test_build_again_gives_the_same_bundle(bundle, compiler):
     once = contents(bundle)
     assert "7 kernels for sm_80, sm_86" in build(bundle).stdout
     assert contents(bundle) == once
+    shown = CliRunner().invoke(main, ["inspect", str(bundle)]).stdout
+    assert "CUDA kernels  7, compiled for sm_80, sm_86" in shown
 
 
 def test_failed_compilation_leaves_the_bundle_as_it_was(bundle):

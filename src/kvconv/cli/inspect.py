@@ -50,6 +50,9 @@ def command(bundle: Path, check: bool, as_json: bool) -> None:
     )
     for line in report["layers_summary"]:
         click.echo(f"              {line}")
+    if (kernels := manifest.kernels) is not None:
+        gpus = ", ".join(kernels.gpus)
+        click.echo(f"CUDA kernels  {kernels.num_kernels}, compiled for {gpus}; others run PTX")
     if report["ops"] is None:
         click.echo('operators     not counted: that needs pip install "kvconv[export]"')
     else:
