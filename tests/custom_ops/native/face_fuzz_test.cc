@@ -328,7 +328,7 @@ bool execute(std::uint64_t seed) {
   for (std::size_t i = 0; i < originals.size(); ++i) context.inputs[i] = originals[i].get();
   const auto expected = reference_outputs(run, context);
   const FakeTensor& output = *context.outputs[kOutput];
-  // Rotated keys may be rounded to either neighbour; see kernels_test.cc.
+  // Rotated keys may be rounded to either neighbour; see attention_test.cc.
   const float tolerance = std::max(tolerance_of(run.activation),
                                    run.inputs[kCos] != nullptr ? tolerance_of(run.cache) : 0.0F);
   check_close(output.data.get(), expected[kOutput]->data.get(), output.size(), run.activation,
