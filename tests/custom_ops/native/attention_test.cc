@@ -355,7 +355,8 @@ void test_workspace(const FlashKernel& kernel) {
 }  // namespace
 }  // namespace kvconv::test
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
+  CHECK(argc == 3, "attention_test FIRST END");
   const std::uint64_t first = std::strtoull(argv[1], nullptr, 10);
   const std::uint64_t end = std::strtoull(argv[2], nullptr, 10);
   kvconv::test::test_kernels(kvconv::flash_kernels(), first, end);
